@@ -1,0 +1,43 @@
+# make help lists the targets. Each sets up what it needs; a second run finds it done.
+PYTHON ?= python3
+TORCH_PIP_ARGS ?=
+PYTEST_WORKERS ?= 2
+PYTEST_ARGS ?=
+export PYTHON TORCH_PIP_ARGS
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint unit bench format clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@echo
+	@echo '  PYTHON=python3.12        the interpreter to set up with (3.11 or newer)'
+	@echo '  TORCH_PIP_ARGS="..."     arguments of pip for torch alone, to choose its build'
+	@echo '  PYTEST_ARGS="..."        further arguments of pytest'
+
+# The script compares what is installed with what is asked for, and mostly finds nothing to do.
+.venv/.stamp: requirements/lock.txt requirements/torch.txt requirements/install.sh setup.cfg pyproject.toml
+	@requirements/install.sh
+
+demo: .venv/.stamp ## a prefill and a decode process share a KV cache through the daemon
+	@.venv/bin/python -m demo.pd
+
+test: lint unit ## linters, type checkers, tests
+
+lint: .venv/.stamp ## ruff, mypy and pyright
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/basedpyright
+
+unit: .venv/.stamp ## the tests alone, without those marked stress, gpu or ucx
+	.venv/bin/python -m pytest -q -n $(PYTEST_WORKERS) -m 'not stress and not gpu and not ucx' $(PYTEST_ARGS)
+
+bench: .venv/.stamp ## how close to memcpy; one JSON line a bench
+	@.venv/bin/python -m bench
+
+format: .venv/.stamp ## format the code as the linters want it
+	.venv/bin/ruff check --fix --select I .
+
+clean: ## remove what make and the tools made, .venv too
+	rm -rf .venv .venv.lock build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis kvstored.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The thin client that engines import."""

@@ -1,0 +1,1 @@
+"""The daemon of one node: sockets, sessions and the loop around the core."""

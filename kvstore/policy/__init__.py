@@ -1,0 +1,1 @@
+"""Who leaves a full tier: pure decisions that return victims."""

@@ -1,0 +1,1 @@
+"""Where blocks live: one module a tier, one protocol for all."""
