@@ -1,1 +1,1 @@
-"""Where blocks live: one module a tier, one protocol for all."""
+"""Where blocks' bytes lie: one module a tier, and what tiers share."""
