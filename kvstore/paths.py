@@ -1,0 +1,119 @@
+"""Where the daemon's unix socket is, the same answer for the daemon, the client and kvctl.
+
+Invariants
+1. Both ends reach a socket by the same rule, from its path alone: no file, registry or message tells them where it is.
+2. An address handed to the kernel is never longer than `SOCKET_PATH_BYTES_MAX`; a path that can't be shortened is
+   refused with its length and the limit. (The kernel itself would truncate silently or fail without a word.)
+3. A directory under /tmp that another user could have made is never trusted.
+
+A path over the limit is addressed through a descriptor of its directory, `/proc/self/fd/N/name`: the socket still
+lies at its own path, so permissions, bind mounts and `ls` mean what they say.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvstore.errors import BadSetting, NotPermitted
+
+SOCKET_PATH_BYTES_MAX = 107
+SOCKET_VARIABLE = "KVSTORED_SOCKET"
+SYSTEM_SOCKET = Path("/run/kvstored/kvstored.sock")
+_DESCRIPTOR_PREFIX_BYTES = len("/proc/self/fd/2147483647/")
+
+
+def default_socket_path(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
+    """Return where a daemon of this user listens unless told otherwise.
+
+    $KVSTORED_SOCKET; else under $XDG_RUNTIME_DIR; else /run/kvstored for root and /tmp/kvstored-UID for others.
+    """
+    if given := environ.get(SOCKET_VARIABLE):
+        return Path(given).absolute()
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime).absolute() / "kvstored.sock"
+    uid = os.getuid() if uid is None else uid
+    return SYSTEM_SOCKET if uid == 0 else Path(f"/tmp/kvstored-{uid}/kvstored.sock")
+
+
+def find_socket_path(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
+    """Return where a client looks for the daemon: the default path, or the system's if only that one exists."""
+    path = default_socket_path(environ, uid)
+    if not environ.get(SOCKET_VARIABLE) and not path.exists() and SYSTEM_SOCKET.exists():
+        return SYSTEM_SOCKET
+    return path
+
+
+def check_socket_path(path: Path) -> None:
+    """Raise BadSetting, with the length and the limit, if no address can be made for `path`."""
+    name_bytes = len(os.fsencode(path.name))
+    limit = SOCKET_PATH_BYTES_MAX - _DESCRIPTOR_PREFIX_BYTES
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX and name_bytes > limit:
+        raise BadSetting(
+            f"the socket path {path} has {len(os.fsencode(path))} bytes and its last part {name_bytes}; a unix socket's "
+            f"address has at most {SOCKET_PATH_BYTES_MAX}: keep the path within that, or its last part within {limit}"
+        )
+    if not path.name or b"\0" in os.fsencode(path):
+        raise BadSetting(f"the socket path {str(path)!r} does not name a file: give one such as {SYSTEM_SOCKET}")
+
+
+@contextmanager
+def socket_address(path: Path) -> Iterator[str]:
+    """Give the address to bind or connect to for `path`, valid inside the `with` block only.
+
+    Raises
+    ------
+    BadSetting
+        No address can be made for the path.
+    NotPermitted
+        The path is in a directory under /tmp that belongs to another user.
+    OSError
+        The directory of a long path can't be opened, as connect() itself would raise it.
+    """
+    check_socket_path(path)
+    refuse_foreign_directory(path.parent)
+    if len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX:
+        yield os.fspath(path)
+        return
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
+
+
+def make_socket_directory(path: Path) -> None:
+    """Make the directory of `path` if it is missing and a default one of ours; others are the operator's to make."""
+    parent = path.parent
+    try:
+        if parent == SYSTEM_SOCKET.parent:
+            parent.mkdir(mode=0o755, exist_ok=True)
+        elif _is_private(parent):
+            parent.mkdir(mode=0o700, exist_ok=True)
+    except OSError as exc:
+        raise BadSetting(
+            f"the socket's directory {parent} can't be made ({exc.strerror}): make it, or give another --socket"
+        ) from exc
+    refuse_foreign_directory(parent)
+
+
+def refuse_foreign_directory(directory: Path) -> None:
+    """Raise NotPermitted if `directory` is a default one under /tmp and somebody else could have put a socket there."""
+    if not _is_private(directory):
+        return
+    try:
+        found = os.lstat(directory)
+    except OSError:
+        return
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise NotPermitted(
+            f"{directory} is not a directory that only you (uid {os.getuid()}) can write to, so whoever made it could "
+            f"pose as the daemon: remove it, or set {SOCKET_VARIABLE} to a path of your own"
+        )
+
+
+def _is_private(directory: Path) -> bool:
+    return directory == Path(f"/tmp/kvstored-{os.getuid()}")
