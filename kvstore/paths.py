@@ -1,13 +1,13 @@
 """Where the daemon's unix socket is, the same answer for the daemon, the client and kvctl.
 
 Invariants
-1. Both ends reach a socket by the same rule, from its path alone: no file, registry or message tells them where it is.
-2. An address handed to the kernel is never longer than `SOCKET_PATH_BYTES_MAX`; a path that can't be shortened is
-   refused with its length and the limit. (The kernel itself would truncate silently or fail without a word.)
+1. Both ends reach a socket by one rule, from its path alone: no file, registry or message tells them where.
+2. An address handed to the kernel never exceeds `SOCKET_PATH_BYTES_MAX`; a path that can not be shortened
+   is refused with its length and the limit.
 3. A directory under /tmp that another user could have made is never trusted.
 
-A path over the limit is addressed through a descriptor of its directory, `/proc/self/fd/N/name`: the socket still
-lies at its own path, so permissions, bind mounts and `ls` mean what they say.
+A path over the limit is addressed through a descriptor of its directory, `/proc/self/fd/N/name`: the socket
+still lies at its own path, so permissions, bind mounts and `ls` mean what they say.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DESCRIPTOR_PREFIX_BYTES = len("/proc/self/fd/2147483647/")
 def default_socket_path(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
     """Return where a daemon of this user listens unless told otherwise.
 
-    $KVSTORED_SOCKET; else under $XDG_RUNTIME_DIR; else /run/kvstored for root and /tmp/kvstored-UID for others.
+    $KVSTORED_SOCKET; else in $XDG_RUNTIME_DIR; else /run/kvstored for root, /tmp/kvstored-UID for others.
     """
     if given := environ.get(SOCKET_VARIABLE):
         return Path(given).absolute()
@@ -40,7 +40,7 @@ def default_socket_path(environ: Mapping[str, str] = os.environ, uid: int | None
 
 
 def find_socket_path(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
-    """Return where a client looks for the daemon: the default path, or the system's if only that one exists."""
+    """Return where a client looks for the daemon: the default path, or the system's if only that exists."""
     path = default_socket_path(environ, uid)
     if not environ.get(SOCKET_VARIABLE) and not path.exists() and SYSTEM_SOCKET.exists():
         return SYSTEM_SOCKET
@@ -53,11 +53,12 @@ def check_socket_path(path: Path) -> None:
     limit = SOCKET_PATH_BYTES_MAX - _DESCRIPTOR_PREFIX_BYTES
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX and name_bytes > limit:
         raise BadSetting(
-            f"the socket path {path} has {len(os.fsencode(path))} bytes and its last part {name_bytes}; a unix socket's "
-            f"address has at most {SOCKET_PATH_BYTES_MAX}: keep the path within that, or its last part within {limit}"
+            f"the socket path {path} has {len(os.fsencode(path))} bytes, its last part {name_bytes}; "
+            f"the address of a unix socket has at most {SOCKET_PATH_BYTES_MAX}"
+            f": keep the path within that, or its last part within {limit}"
         )
     if not path.name or b"\0" in os.fsencode(path):
-        raise BadSetting(f"the socket path {str(path)!r} does not name a file: give one such as {SYSTEM_SOCKET}")
+        raise BadSetting(f"the socket path {str(path)!r} names no file: give one such as {SYSTEM_SOCKET}")
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def socket_address(path: Path) -> Iterator[str]:
 
 
 def make_socket_directory(path: Path) -> None:
-    """Make the directory of `path` if it is missing and a default one of ours; others are the operator's to make."""
+    """Make the directory of `path` if it is one of the defaults; another is the operator's to make."""
     parent = path.parent
     try:
         if parent == SYSTEM_SOCKET.parent:
@@ -95,13 +96,13 @@ def make_socket_directory(path: Path) -> None:
             parent.mkdir(mode=0o700, exist_ok=True)
     except OSError as exc:
         raise BadSetting(
-            f"the socket's directory {parent} can't be made ({exc.strerror}): make it, or give another --socket"
+            f"the socket's directory {parent} can't be made ({exc.strerror}): make it or set another --socket"
         ) from exc
     refuse_foreign_directory(parent)
 
 
 def refuse_foreign_directory(directory: Path) -> None:
-    """Raise NotPermitted if `directory` is a default one under /tmp and somebody else could have put a socket there."""
+    """Raise NotPermitted if `directory` is the default one under /tmp and others can write to it."""
     if not _is_private(directory):
         return
     try:
@@ -110,8 +111,8 @@ def refuse_foreign_directory(directory: Path) -> None:
         return
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise NotPermitted(
-            f"{directory} is not a directory that only you (uid {os.getuid()}) can write to, so whoever made it could "
-            f"pose as the daemon: remove it, or set {SOCKET_VARIABLE} to a path of your own"
+            f"{directory} is not a directory that only you (uid {os.getuid()}) can write to: whoever made it "
+            f"could pose as the daemon. Remove it, or set {SOCKET_VARIABLE} to a path of your own"
         )
 
 
