@@ -74,7 +74,7 @@ def _session_leaves_nothing(private_temp_dir: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tasks_at_loop_end() -> list[str]:
-    """Return the tasks that asyncio.run had to cancel since the test began; a test that means to clears it."""
+    """Return the tasks that asyncio.run had to cancel since the test began; one that means to clears it."""
     return leaks.note_tasks_at_loop_end()
 
 

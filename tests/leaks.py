@@ -1,6 +1,6 @@
 """What a test leaves behind, told by name: nothing may be.
 
-`take` writes down what this process holds; `leaks` looks again and names each thing that was not there before.
+`take` writes down what this process holds; `leaks` looks again and names what was not there before.
 tests/conftest.py puts every test, and every worker's whole run, between two such looks.
 
 1. A thing is reported once it has outlived a grace (a killed child takes a moment to go); the grace is waited
