@@ -14,11 +14,10 @@ pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-input --
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "$@"; exit 1; }
 
-# One line a package that is fetched or built, and whatever went wrong; pip's own exit status.
+# Tells of the large downloads and of whatever went wrong; ends with pip's own status.
 quietly() {
-    "$@" 2>&1 | sed -u -nE '/^(Collecting|Requirement already|Processing|Looking in|  )/d; /^WARNING: (Location|Running pip as)/d;
-        s/^Downloading .*\/?([A-Za-z0-9_.]+-[0-9][^ /]*\.whl) *(\(.*\))?/  \1 \2/p; t; /^(ERROR|WARNING|error)/p;
-        s/^Successfully installed .*/  installed/p' >&2
+    "$@" 2>&1 | sed -u -nE '/^WARNING: (Location|Running pip as)/d; /^(ERROR|WARNING|error)/p
+        s#^ *Downloading (.*/)?([^/ ]+\.whl)( \([0-9.]+ [MG]B\))$#setup:   \2\3#p' >&2
 }
 
 for tool in flock sha256sum; do

@@ -1,0 +1,1 @@
+"""How close to the limits of the machine kvstored comes: `make bench`."""

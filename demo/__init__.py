@@ -1,0 +1,1 @@
+"""What kvstored is for, run before your eyes: `make demo`."""
