@@ -33,6 +33,7 @@ CLIENTS_SHARE_OF_THE_CORE = {
     "kvstore.errors",
     "kvstore.wire",
     "kvstore.checksum",
+    "kvstore.paths",
 }
 
 # The core from the ground up: a module imports its own floor and those below. One that isn't listed stands
