@@ -148,7 +148,7 @@ def test_importing_the_client_loads_no_engine_no_server_and_no_store() -> None:
     }
     assert not heavy & {name.partition(".")[0] for name in loaded}
     core = {name for name in loaded if name.partition(".")[0] == "kvstore"}
-    assert core <= CLIENTS_SHARE_OF_THE_CORE | {"kvstore.units", "kvstore.clock"}
+    assert core <= CLIENTS_SHARE_OF_THE_CORE
 
 
 def test_nothing_runs_what_it_reads_and_nothing_is_named_by_hash() -> None:
