@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def check_socket_path(path: Path) -> None:
 
 
 @contextmanager
-def socket_address(path: Path) -> Iterator[str]:
+def socket_address(path: Path) -> Generator[str, None, None]:
     """Give the address to bind or connect to for `path`, valid inside the `with` block only.
 
     Raises
@@ -114,6 +114,11 @@ def refuse_foreign_directory(directory: Path) -> None:
             f"{directory} is not a directory that only you (uid {os.getuid()}) can write to: whoever made it "
             f"could pose as the daemon. Remove it, or set {SOCKET_VARIABLE} to a path of your own"
         )
+
+
+def is_default_directory(directory: Path) -> bool:
+    """Return whether the daemon makes `directory` itself when it is missing."""
+    return directory == SYSTEM_SOCKET.parent or _is_private(directory)
 
 
 def _is_private(directory: Path) -> bool:
