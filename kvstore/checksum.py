@@ -13,6 +13,6 @@ import xxhash
 NOT_COMPUTED = 0
 
 
-def checksum(payload: Buffer) -> int:
+def checksum(payload: bytes | bytearray | memoryview) -> int:
     """Return the checksum of `payload` as a non-zero unsigned 64-bit integer."""
     return xxhash.xxh3_64_intdigest(payload) or 1

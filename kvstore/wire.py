@@ -103,10 +103,11 @@ class Lookup(Message, frozen=True, tag=4):
 
 
 class Reserve(Message, frozen=True, tag=5):
-    """Asks for slots to write blocks to."""
+    """Asks for slots to write blocks to; `wait_s` is how long to wait for room (0: what finds none now is NO_ROOM)."""
 
     ns: U64
     hashes: Hashes
+    wait_s: Seconds = 0.0
 
 
 class Seal(Message, frozen=True, tag=6):
@@ -136,6 +137,7 @@ class Acquire(Message, frozen=True, tag=8):
     `copying`: the client copies out at once; the lease has an end, and a key that doesn't fit now is answered LATER.
     Otherwise the lease is all or nothing and ends by release or exit (zero-copy views).
     `wait_s`: how long to wait for blocks that are being written or are not there yet. `max_ms`: load budget.
+    `count`: count these keys as queried; False where a lookup of the same request has counted them.
     """
 
     ns: U64
@@ -146,6 +148,7 @@ class Acquire(Message, frozen=True, tag=8):
     deadline_s: Seconds = 10.0
     max_ms: Seconds | None = None
     run: bool = False
+    count: bool = True
 
 
 class Release(Message, frozen=True, tag=9):
@@ -233,11 +236,12 @@ class Status(Message, frozen=True, tag=33):
 
 
 class Keys(Message, frozen=True, tag=34):
-    """Report: up to `limit` blocks of a namespace from `offset` on."""
+    """Report: up to `limit` blocks of a namespace from `offset` on, or those of `hashes`. Counts no query."""
 
     namespace: Digest
     offset: U64 = 0
     limit: U64 = 1000
+    hashes: Hashes = []
 
 
 class DropNamespace(Message, frozen=True, tag=35):
@@ -281,6 +285,13 @@ class Load(Message, frozen=True, tag=41):
     """Stores the blocks of a dump file. Answered by Progress, then a Report."""
 
     path: Text
+
+
+class DropBlocks(Message, frozen=True, tag=42):
+    """Makes blocks of any namespace invisible now, in every tier; answered by Found. Admin only."""
+
+    namespace: Digest
+    hashes: Hashes
 
 
 # ---- replies
@@ -391,7 +402,7 @@ class Report(Message, frozen=True, tag=74):
 Request = (
     Hello | Ping | Open | Lookup | Reserve | Seal | Forfeit | Acquire | Release | Prefetch | Wait | Cancel | Abort
     | Drop | GroupLookup | Pin | Unpin | Ttl | Bye | Stats | Status | Keys | DropNamespace | Evict | Check | Gc
-    | Drain | Dump | Load
+    | Drain | Dump | Load | DropBlocks
 )  # fmt: skip
 Reply = Failure | Welcome | Done | Opened | Found | Reserved | Sealed | Acquired | Group | Progress | Report
 

@@ -18,13 +18,14 @@ from array import array
 from collections.abc import Callable, Iterator
 
 ALIGNMENT_BYTES = 4096
+NOBODY = -1
 _WASTE_SHARE_MAX = 8  # a region may waste one part in eight
 
 
 class Region:
     """A run of chunks cut into slots of one size. Its first chunk's number names it."""
 
-    __slots__ = ("chunks", "first_chunk", "free_slots", "slot_bytes", "slots", "start", "used")
+    __slots__ = ("chunks", "first_chunk", "free_slots", "owner", "slot_bytes", "slots", "start", "used")
 
     def __init__(self, first_chunk: int, chunks: int, chunk_bytes: int, slot_bytes: int) -> None:
         self.first_chunk = first_chunk
@@ -34,6 +35,7 @@ class Region:
         self.slots = chunks * chunk_bytes // slot_bytes
         self.free_slots = array("I", range(self.slots - 1, -1, -1))  # a stack: the lowest slot is handed out first
         self.used = bytearray(self.slots)
+        self.owner = array("i", [NOBODY]) * self.slots  # what the slab's user noted for each used slot
 
     @property
     def used_slots(self) -> int:
@@ -140,9 +142,15 @@ class Slab:
         slot = region.slot_of(offset)
         assert region.used[slot], f"slot at {offset} freed twice"
         region.used[slot] = 0
+        region.owner[slot] = NOBODY
         region.free_slots.append(slot)
         self._open.setdefault(region.slot_bytes, {})[region.first_chunk] = region
         self.used_bytes -= region.slot_bytes
+
+    def set_owner(self, offset: int, owner: int) -> None:
+        """Note who uses a slot (a row's number); forgotten when the slot is freed."""
+        region = self.region_of(offset)
+        region.owner[region.slot_of(offset)] = owner
 
     def restore(self, first_chunk: int, slot_bytes: int, span: int) -> Region:
         """Return a region re-made at the place it had before; its slots are free until `mark_used`."""

@@ -1,0 +1,436 @@
+"""The catalog: which blocks exist, in which tiers, and who holds them. It decides what is visible; it moves no bytes.
+
+Theory of operation. Each namespace has a dict from block hash to row; what is not in that dict is invisible. A put's slot is
+adopted, a load or a demotion fills a copy, and copies leave one by one; with its last ready copy a block leaves the dict.
+A row lives on, unseen, until its slots are given back: those of the cpu tier when nobody holds the row, those of the ssd tier
+when the tier has also deleted the index entry durably (`departed` lists what it is to delete). Dropping a namespace exchanges
+its dict: constant time, and nothing stored or begun before can come back. The old rows are reclaimed piece by piece.
+
+Invariants (checked by `check_integrity`)
+1. A hash in a namespace's dict leads to a row with that hash and namespace and with at least one READY copy.
+2. A row stands in a tier's policy exactly when its copy there is READY.
+3. A held row (`holds > 0`: leases, loads, writes) loses no slot; a row pinned by an operator is no victim either.
+4. A slot of a tier belongs to at most one row.
+5. A row without any copy and any hold is free.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from kvstore.block import Namespace
+from kvstore.counters import Cause, NamespaceCounters, TierCounters
+from kvstore.lifecycle import Copy, CopyEvent
+from kvstore.policy import Policy
+from kvstore.table import NEVER_S, NO_SLOT, BlockTable, Columns, Tier
+
+TICKS_PER_S = 100
+_EXPIRY_BUCKET_S = 1.0
+
+
+@dataclass(eq=False, slots=True)
+class Tenancy:
+    """A namespace as one tenant sees it; the unit of visibility, epochs and counting."""
+
+    number: int
+    tenant: str
+    namespace: Namespace
+    slot_bytes: int
+    lanes: dict[Tier, int]
+    siblings: list[Tenancy]  # all slices of its group, itself included: evicted together
+    epoch: int = 1
+    ttl_s: float = 0.0
+    disk_number: int | None = None  # what the ssd tier knows it by
+    rows: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    blocks: dict[Tier, int] = field(default_factory=dict[Tier, int])
+    counters: NamespaceCounters = field(default_factory=NamespaceCounters)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.namespace.block_bytes
+
+
+class Catalog:
+    """See the module's docstring.
+
+    Parameters
+    ----------
+    policies : dict
+        The tiers of this node and the eviction policy of each.
+    free_slot : callable
+        Called with a tier and an offset when a slot has no reader and no copy any more (not for ssd: see `departed`).
+    now_s : callable
+        CLOCK_BOOTTIME in seconds: what lives of blocks are measured in.
+    is_transit : callable
+        Whether an offset in the cpu tier lies in its reserve for transit: such a copy leaves when nobody holds it.
+    """
+
+    def __init__(
+        self,
+        policies: dict[Tier, Policy],
+        free_slot: Callable[[Tier, int], None],
+        now_s: Callable[[], float],
+        is_transit: Callable[[int], bool] = lambda offset: False,
+    ) -> None:
+        self.tiers = tuple(policies)
+        self.policies = policies
+        self.table = BlockTable(self.tiers)
+        self.counters = {tier: TierCounters() for tier in self.tiers}
+        self.tenancies: list[Tenancy] = []
+        self.departed: deque[int] = deque()  # rows whose ssd copy is LEAVING and held by nobody
+        self.pinned: dict[int, float] = {}  # row -> end of an operator's pin, boottime
+        self.used_bytes: dict[tuple[str, Tier], int] = {}  # by tenant and tier
+        self.lanes: list[tuple[int, str, Tier]] = []  # lane -> slot size, tenant, tier
+        self._free_slot = free_slot
+        self._is_transit = is_transit
+        self._now_s = now_s
+        self._start_s = now_s()
+        self._by_identity: dict[tuple[str, bytes], Tenancy] = {}
+        self._groups: dict[tuple[str, bytes], list[Tenancy]] = {}
+        self._lane_numbers: dict[tuple[int, str, Tier], int] = {}
+        self._condemned: deque[Iterator[tuple[bytes, int]]] = deque()
+        self._expiring: dict[int, array[int]] = {}  # second -> rows whose life ends in it
+        self._expired_until = self._bucket(self._start_s)
+        self._generation = 0
+
+    # ---- namespaces
+
+    def tenancy(self, tenant: str, namespace: Namespace, slot_bytes: int) -> Tenancy:
+        """Return the entry of a tenant's namespace, made at first use."""
+        found = self._by_identity.get((tenant, namespace.digest))
+        if found is not None:
+            return found
+        siblings = self._groups.setdefault((tenant, namespace.group_digest), [])
+        lanes = {tier: self._lane(slot_bytes, tenant, tier) for tier in self.tiers}
+        made = Tenancy(len(self.tenancies), tenant, namespace, slot_bytes, lanes, siblings)
+        made.blocks = dict.fromkeys(self.tiers, 0)
+        siblings.append(made)
+        self.tenancies.append(made)
+        self._by_identity[tenant, namespace.digest] = made
+        return made
+
+    def named(self, digest: bytes) -> list[Tenancy]:
+        """Return the entries of a namespace, one a tenant that has it."""
+        return [tenancy for (_, known), tenancy in self._by_identity.items() if known == digest]
+
+    def drop_all(self, tenancy: Tenancy) -> int:
+        """Make everything in a namespace invisible at once and return how many blocks that were."""
+        tenancy.epoch += 1
+        rows = tenancy.rows
+        tenancy.rows = {}
+        if rows:
+            self._condemned.append(iter(rows.items()))
+        return len(rows)
+
+    def reclaim(self, limit: int) -> int:
+        """Free up to `limit` blocks of dropped namespaces; return how many were looked at (0: none are left)."""
+        looked_at = 0
+        table = self.table
+        while self._condemned and looked_at < limit:
+            for block_hash, row in self._condemned[0]:
+                looked_at += 1
+                # A row that pressure has freed meanwhile may belong to another block by now.
+                if table.hash[row] is block_hash and self._visible_row(row, block_hash) != row:
+                    self.drop(row, Cause.DROP)
+                if looked_at >= limit:
+                    return looked_at
+            self._condemned.popleft()
+        return looked_at
+
+    @property
+    def reclaiming(self) -> bool:
+        return bool(self._condemned)
+
+    # ---- finding
+
+    def find(self, tenancy: Tenancy, block_hash: bytes) -> int | None:
+        """Return the row of a visible block that has not expired."""
+        row = tenancy.rows.get(block_hash)
+        if row is None or self.table.expires_s[row] > self._now_s() or row in self.pinned:
+            return row
+        self.drop(row, Cause.TTL)
+        return None
+
+    def leading_rows(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> list[int]:
+        """Return the rows of the leading run of visible blocks; written for batches of thousands."""
+        found = list(map(tenancy.rows.get, hashes))
+        rows: list[int] = found[: found.index(None)] if None in found else found  # type: ignore[assignment]
+        now_s = self._now_s()
+        if rows and min(map(self.table.expires_s.__getitem__, rows)) <= now_s:
+            for position, row in enumerate(rows):
+                if self.table.expires_s[row] <= now_s and row not in self.pinned:
+                    self.drop(row, Cause.TTL)
+                    return rows[:position]
+        return rows
+
+    # ---- copies
+
+    def adopt(self, tenancy: Tenancy, block_hash: bytes, offset: int, checksum: int, ttl_s: float) -> int:
+        """Return the row of a new block whose bytes, complete and checked, lie in the cpu tier at `offset`."""
+        assert block_hash not in tenancy.rows
+        self._generation += 1
+        row = self.table.add(block_hash, tenancy.number, checksum, self._generation, NEVER_S)
+        self.table.slot[Tier.CPU][row] = offset
+        self.table.move(row, Tier.CPU, CopyEvent.ADOPT)
+        tenancy.rows[block_hash] = row
+        self._arrived(tenancy, row, Tier.CPU)
+        self.set_ttl(row, ttl_s)
+        return row
+
+    def restore(self, hashes: list[bytes], namespaces: array[int], columns: Columns) -> None:
+        """Take in the blocks that the ssd tier found at start, coldest first; `namespaces` are tenancies' numbers."""
+        if not hashes:
+            return
+        rows = self.table.add_many(hashes, namespaces, Tier.SSD, columns)
+        self._generation = max(self._generation, *columns.generations)
+        members: dict[int, Sequence[int]] = {namespaces[0]: rows}
+        if namespaces.count(namespaces[0]) != len(rows):
+            members = {}
+            for row, number in zip(rows, namespaces, strict=True):
+                cast("list[int]", members.setdefault(number, [])).append(row)
+        for number, own in members.items():
+            tenancy = self.tenancies[number]
+            tenancy.rows.update(zip(map(self.table.hash.__getitem__, own), own, strict=True))  # type: ignore[arg-type]
+            tenancy.blocks[Tier.SSD] += len(own)
+            owner = (tenancy.tenant, Tier.SSD)
+            self.used_bytes[owner] = self.used_bytes.get(owner, 0) + tenancy.slot_bytes * len(own)
+            self.policies[Tier.SSD].admit_many(own, tenancy.lanes[Tier.SSD], self.tick())
+        if min(columns.expires_s) != NEVER_S:
+            for row, expires_s in zip(rows, columns.expires_s, strict=True):
+                if expires_s != NEVER_S:
+                    self._remember_expiry(row, expires_s)
+
+    def fill(self, row: int, tier: Tier, slot: int) -> None:
+        """Begin a copy: bytes will be put into `slot`. The caller holds the row."""
+        self.table.move(row, tier, CopyEvent.FILL)
+        self.table.slot[tier][row] = slot
+
+    def filled(self, row: int, tier: Tier) -> None:
+        """The copy that was begun is complete."""
+        self.table.move(row, tier, CopyEvent.FILLED)
+        tenancy = self.tenancies[self.table.namespace[row]]
+        self._arrived(tenancy, row, tier)
+        if not self.is_visible(row):
+            self.drop(row, Cause.DROP)
+
+    def fail(self, row: int, tier: Tier) -> int:
+        """The copy that was begun will not come; return its slot, which the caller frees."""
+        slot = self.table.slot[tier][row]
+        self.table.move(row, tier, CopyEvent.FAIL)
+        return slot
+
+    def leave(self, row: int, tier: Tier, cause: Cause) -> None:
+        """Begin the end of a ready copy; without another one the block is invisible from now on."""
+        self._leave_one(row, tier, cause)
+        self._settle(row)
+
+    def drop(self, row: int, cause: Cause) -> None:
+        """Make a block invisible and end its copies."""
+        self._unlink(row)
+        for tier in self.tiers:
+            if self.table.state[tier][row] == Copy.READY:
+                self._leave_one(row, tier, cause)
+        self._settle(row)
+
+    def gone(self, row: int) -> int:
+        """The ssd tier has deleted the entry of a row in `departed`; return its slot, which is free now."""
+        slot = self.table.slot[Tier.SSD][row]
+        self.table.move(row, Tier.SSD, CopyEvent.GONE)
+        self._settle(row)
+        return slot
+
+    def evict_with_slices(self, row: int, tier: Tier, cause: Cause) -> int:
+        """Evict a copy and those of the same block's other slices that may go; return how many."""
+        tenancy = self.tenancies[self.table.namespace[row]]
+        block_hash = self.table.hash[row]
+        assert block_hash is not None
+        evicted = 1
+        if len(tenancy.siblings) > 1:
+            for sibling in tenancy.siblings:
+                other = sibling.rows.get(block_hash)
+                if other is not None and other != row and self.is_evictable(other, tier):
+                    self.leave(other, tier, cause)
+                    evicted += 1
+        self.leave(row, tier, cause)
+        return evicted
+
+    # ---- holds, pins, lives
+
+    def hold(self, row: int) -> None:
+        """Keep a row's slots where they are until `unhold`."""
+        self.table.holds[row] += 1
+
+    def unhold(self, row: int) -> None:
+        """Undo one `hold`."""
+        table = self.table
+        table.holds[row] -= 1
+        if table.holds[row]:
+            return
+        if table.state[Tier.CPU][row] == Copy.READY and self._is_transit(table.slot[Tier.CPU][row]):
+            self._leave_one(row, Tier.CPU, None)
+        self._settle(row)
+
+    def use(self, rows: Iterable[int]) -> None:
+        """Note a use of blocks; give the tail of a prefix first, so that its head is evicted last."""
+        now = self.tick()
+        table, policies = self.table, self.policies
+        for row in rows:
+            residency = table.residency[row]
+            if table.uses[row] < 255:
+                table.uses[row] += 1
+            for tier, policy in policies.items():
+                # A hit in memory leaves the order on ssd alone: a copy in a faster tier protects there anyway.
+                if residency & (1 << tier):
+                    policy.use(row, now)
+                    break
+
+    def is_visible(self, row: int) -> bool:
+        block_hash = self.table.hash[row]
+        return block_hash is not None and self._visible_row(row, block_hash) == row
+
+    def is_evictable(self, row: int, tier: Tier) -> bool:
+        """Whether the copy in `tier` is ready and neither held nor pinned."""
+        return self.table.state[tier][row] == Copy.READY and not self.table.holds[row] and row not in self.pinned
+
+    def set_ttl(self, row: int, ttl_s: float) -> None:
+        """Let a block live `ttl_s` from now; 0: until it is evicted."""
+        if ttl_s <= 0:
+            self.table.expires_s[row] = NEVER_S
+            return
+        expires_s = self._now_s() + ttl_s
+        self.table.expires_s[row] = expires_s
+        self._remember_expiry(row, expires_s)
+
+    def expire(self, limit: int) -> int:
+        """Drop blocks whose life is over, looking at `limit` at most; return how many were dropped."""
+        now_s = self._now_s()
+        dropped = 0
+        while limit > 0 and self._expired_until < self._bucket(now_s):
+            due = self._expiring.get(self._expired_until)
+            if not due:
+                self._expiring.pop(self._expired_until, None)
+                self._expired_until += 1
+                continue
+            batch = due[-limit:]
+            del due[-limit:]
+            limit -= len(batch)
+            for row in batch:
+                expires_s = self.table.expires_s[row]
+                if self.table.hash[row] is None or expires_s == NEVER_S or not self.is_visible(row):
+                    continue
+                if expires_s > now_s or row in self.pinned:  # renewed, or another block's row by now
+                    self._remember_expiry(row, max(expires_s, now_s + 10))
+                else:
+                    self.drop(row, Cause.TTL)
+                    dropped += 1
+        for row in [row for row, until_s in self.pinned.items() if until_s <= now_s]:
+            del self.pinned[row]
+        return dropped
+
+    def tick(self) -> int:
+        """Return the policies' unit of time."""
+        return int((self._now_s() - self._start_s) * TICKS_PER_S)
+
+    def idle_s(self, row: int, tier: Tier) -> float:
+        """Return how long ago a ready copy was last used."""
+        return (self.tick() - self.policies[tier].last_use(row)) / TICKS_PER_S
+
+    # ---- the inside
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the invariants hold."""
+        table = self.table
+        visible: set[int] = set()
+        for tenancy in self.tenancies:
+            for block_hash, row in tenancy.rows.items():
+                assert table.hash[row] == block_hash and table.namespace[row] == tenancy.number
+                assert table.residency[row], f"row {row} is visible without a ready copy"
+                visible.add(row)
+        assert len(visible) == sum(len(t.rows) for t in self.tenancies), "two hashes lead to one row"
+        for tier in self.tiers:
+            slots: set[int] = set()
+            used: dict[str, int] = {}
+            for row in table.rows():
+                state, slot = table.state[tier][row], table.slot[tier][row]
+                assert (state == Copy.READY) == bool(table.residency[row] & tier.bit) == (row in self.policies[tier])
+                assert (state == Copy.ABSENT) == (slot == NO_SLOT)
+                if slot != NO_SLOT:
+                    assert slot not in slots, f"slot {slot} of {tier.label} belongs to two rows"
+                    slots.add(slot)
+                if state == Copy.READY:
+                    tenancy = self.tenancies[table.namespace[row]]
+                    used[tenancy.tenant] = used.get(tenancy.tenant, 0) + tenancy.slot_bytes
+            for (tenant, counted_tier), count in self.used_bytes.items():
+                assert counted_tier != tier or count == used.get(tenant, 0), f"{tenant}'s bytes in {tier.label}"
+        for row in table.rows():
+            assert row in visible or table.holds[row] or not table.absent_everywhere(row), f"row {row} is lost"
+
+    def _visible_row(self, row: int, block_hash: bytes) -> int | None:
+        return self.tenancies[self.table.namespace[row]].rows.get(block_hash)
+
+    def _unlink(self, row: int) -> None:
+        block_hash = self.table.hash[row]
+        assert block_hash is not None
+        if self._visible_row(row, block_hash) == row:
+            del self.tenancies[self.table.namespace[row]].rows[block_hash]
+
+    def _arrived(self, tenancy: Tenancy, row: int, tier: Tier) -> None:
+        self.policies[tier].admit(row, tenancy.lanes[tier], self.tick())
+        tenancy.blocks[tier] += 1
+        owner = (tenancy.tenant, tier)
+        self.used_bytes[owner] = self.used_bytes.get(owner, 0) + tenancy.slot_bytes
+
+    def _leave_one(self, row: int, tier: Tier, cause: Cause | None) -> None:
+        tenancy = self.tenancies[self.table.namespace[row]]
+        if cause is not None:
+            counters = self.counters[tier]
+            counters.evictions[cause] += 1
+            counters.eviction_age.add(self.idle_s(row, tier))
+            tenancy.counters.evictions[cause] += 1
+        self.table.move(row, tier, CopyEvent.LEAVE)
+        self.policies[tier].remove(row)
+        tenancy.blocks[tier] -= 1
+        self.used_bytes[tenancy.tenant, tier] -= tenancy.slot_bytes
+        if tier is Tier.CPU and self.table.residency[row] & Tier.SSD.bit:
+            # While it was in memory its order on ssd stood still: it starts there as recent.
+            self.policies[Tier.SSD].use(row, self.tick())
+        if not self.table.residency[row]:
+            self._unlink(row)
+
+    def _settle(self, row: int) -> None:
+        """Give back the slots of a row that nobody holds, and the row itself when nothing is left of it."""
+        table = self.table
+        if table.holds[row] or table.hash[row] is None:
+            return
+        for tier in self.tiers:
+            if table.state[tier][row] == Copy.LEAVING:
+                if tier is Tier.SSD:
+                    table.move(row, tier, CopyEvent.DELETE)
+                    self.departed.append(row)
+                else:
+                    slot = table.slot[tier][row]
+                    table.move(row, tier, CopyEvent.GONE)
+                    self._free_slot(tier, slot)
+        if table.absent_everywhere(row):
+            self._unlink(row)
+            self.pinned.pop(row, None)
+            table.remove(row)
+
+    def _remember_expiry(self, row: int, expires_s: float) -> None:
+        bucket = max(self._bucket(expires_s), self._expired_until)
+        self._expiring.setdefault(bucket, array("I")).append(row)
+
+    def _lane(self, slot_bytes: int, tenant: str, tier: Tier) -> int:
+        key = (slot_bytes, tenant, tier)
+        if key not in self._lane_numbers:
+            self._lane_numbers[key] = len(self.lanes)
+            self.lanes.append(key)
+        return self._lane_numbers[key]
+
+    @staticmethod
+    def _bucket(at_s: float) -> int:
+        return int(at_s // _EXPIRY_BUCKET_S)

@@ -1,0 +1,159 @@
+"""Who holds what, until when: sessions, their leases, and how much of the cpu tier leases may pin.
+
+A session is a connection. A copying lease has an end, before which its slots are not reused whatever becomes of the session:
+a reader checks its own clock after the copy. A zero-copy lease ends only by release or by the end of the client's process;
+overdue ones are reported and keep their slots.
+
+Invariants
+1. A lease belongs to one session; another session's token is refused as if it did not exist. Releasing twice is harmless.
+2. Leases pin at most `pinned_bytes_max` in all; a block pinned by several leases counts once.
+3. When a session is over, its leases end: at once if its process is gone or it said goodbye, else at their end.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvstore.catalog import Catalog
+from kvstore.errors import TooLarge, TooManyLeases
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """A client's connection, as the store knows it."""
+
+    token: int
+    tenant: str
+    admin: bool
+    client: str = ""
+    leases: set[int] = field(default_factory=set[int])
+    tickets: set[int] = field(default_factory=set[int])
+    quarantined_bytes: int = 0
+    over: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """A right to read blocks in the cpu tier."""
+
+    token: int
+    session: Session
+    rows: Sequence[int]
+    ends_s: float
+    copying: bool
+
+
+class Leases:
+    """All leases of a store. Times are CLOCK_MONOTONIC seconds."""
+
+    def __init__(self, catalog: Catalog, pinned_bytes_max: int) -> None:
+        self.pinned_bytes = 0
+        self.pinned_bytes_max = pinned_bytes_max
+        self._catalog = catalog
+        self._leases: dict[int, Lease] = {}
+        self._pins: dict[int, int] = {}  # row -> leases on it
+        self._ends: list[tuple[float, int]] = []
+        self._next_token = 1
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(self, session: Session, rows: Sequence[int], ends_s: float, *, copying: bool) -> Lease:
+        """Return a lease on blocks that are READY in the cpu tier.
+
+        Raises
+        ------
+        TooLarge
+            It is larger than what leases may ever pin.
+        TooManyLeases
+            Others pin too much now.
+        """
+        self.check_room(rows)
+        for row in rows:
+            pins = self._pins.get(row, 0)
+            if not pins:
+                self.pinned_bytes += self._size(row)
+            self._pins[row] = pins + 1
+            self._catalog.hold(row)
+        lease = Lease(self._next_token, session, rows, ends_s, copying)
+        self._next_token += 1
+        self._leases[lease.token] = lease
+        session.leases.add(lease.token)
+        heapq.heappush(self._ends, (ends_s, lease.token))
+        return lease
+
+    def check_room(self, rows: Sequence[int]) -> None:
+        """Raise TooLarge or TooManyLeases unless `grant` would succeed now."""
+        fresh = sum(self._size(row) for row in set(rows) if row not in self._pins)
+        if self.pinned_bytes + fresh <= self.pinned_bytes_max:
+            return
+        wanted = sum(self._size(row) for row in set(rows))
+        if wanted > self.pinned_bytes_max:
+            raise TooLarge(
+                f"a lease on {wanted} bytes can never be granted: leases may pin {self.pinned_bytes_max} bytes of the "
+                "cpu tier; acquire fewer blocks at once, fetch copies of them, or raise --cpu-size"
+            )
+        raise TooManyLeases(
+            f"leases pin {self.pinned_bytes} bytes and may pin {self.pinned_bytes_max}; release some and try again"
+        )
+
+    def room_bytes(self) -> int:
+        """Return how many more bytes leases may pin now."""
+        return self.pinned_bytes_max - self.pinned_bytes
+
+    def release(self, session: Session, token: int) -> Sequence[int]:
+        """End a lease of this session and return its rows; nothing if there is no such lease."""
+        lease = self._leases.get(token)
+        if lease is None or lease.session is not session:
+            return ()
+        self._end(lease)
+        return lease.rows
+
+    def end_session(self, session: Session, *, gone: bool) -> None:
+        """End what a session holds: everything if its process is `gone`, else what no copy of it can be reading."""
+        for token in list(session.leases):
+            if gone:
+                self._end(self._leases[token])
+
+    def expire(self, now_s: float) -> None:
+        """End the copying leases whose time is over."""
+        while self._ends and self._ends[0][0] <= now_s:
+            _, token = heapq.heappop(self._ends)
+            lease = self._leases.get(token)
+            if lease is not None and lease.copying:
+                self._end(lease)
+
+    def overdue(self, now_s: float) -> list[Lease]:
+        """Return the zero-copy leases that should have ended."""
+        return [lease for lease in self._leases.values() if not lease.copying and lease.ends_s <= now_s]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the invariants hold."""
+        pins: dict[int, int] = {}
+        for lease in self._leases.values():
+            assert lease.token in lease.session.leases
+            for row in lease.rows:
+                pins[row] = pins.get(row, 0) + 1
+                assert self._catalog.table.holds[row] > 0
+        assert pins == self._pins
+        assert self.pinned_bytes == sum(map(self._size, pins))
+
+    def _end(self, lease: Lease) -> None:
+        del self._leases[lease.token]
+        lease.session.leases.discard(lease.token)
+        for row in lease.rows:
+            pins = self._pins[row] - 1
+            if pins:
+                self._pins[row] = pins
+            else:
+                del self._pins[row]
+                self.pinned_bytes -= self._size(row)
+            self._catalog.unhold(row)
+
+    def _size(self, row: int) -> int:
+        catalog = self._catalog
+        return catalog.tenancies[catalog.table.namespace[row]].slot_bytes
+
+

@@ -1,0 +1,455 @@
+"""Moves bytes between the cpu and the ssd tier: demotions in batches, loads shared by all who wait, deletes ahead of need.
+
+Theory of operation. Rows to be written stand in a queue without being held, so they may still be evicted; a batch holds its rows
+from the moment it is cut until its writes are durable. A load belongs to the catalog: one in flight a block, joined by
+whoever wants it; each waiter holds the row, so what was loaded stays until the waiter is done with it. Victims on ssd are deleted
+before their slots are needed; a slot is free again when its delete is durable.
+
+Invariants
+1. A row is held while bytes move from or to one of its slots.
+2. At most one load and one demotion of a block are in flight.
+3. What can't be written now is dropped from the queue and counted; nothing here makes an engine wait.
+4. Cancelling a waiter never cancels a load that others wait for; I/O that has begun is always waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvstore.catalog import Catalog, Tenancy
+from kvstore.checksum import NOT_COMPUTED, checksum
+from kvstore.counters import Cause
+from kvstore.errors import KVStoreError
+from kvstore.lifecycle import Copy
+from kvstore.room import Room
+from kvstore.table import Tier
+from kvstore.tiers.disk import DiskRead, DiskTier, DiskWrite
+from kvstore.tiers.disk_records import DiskRecord
+from kvstore.tiers.memory import MemoryTier
+from kvstore.victims import Victims
+from kvstore.wire import Outcome
+
+_BATCH_BYTES = 16 << 20
+_BATCHES_IN_FLIGHT = 4
+_LOAD_JOB_BYTES = 4 << 20
+_FREE_AHEAD_SHARE = 64  # one part in 64 of the ssd tier is kept free ahead of need
+_ROOM_ROUNDS = 20
+_ROOM_ROUND_S = 0.25
+_DELETE_PAUSE_S = 0.05
+_DELETES_MAX = 4096
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """A block on its way from ssd to memory. `outcome` is set once; HIT: it is READY in the cpu tier."""
+
+    row: int
+    offset: int
+    outcome: asyncio.Future[Outcome]
+
+
+class Mover:
+    """See the module's docstring. `run` must be running for anything to be written or deleted."""
+
+    def __init__(
+        self, catalog: Catalog, memory: MemoryTier, room: Room, disk: DiskTier, *, queue_bytes_max: int
+    ) -> None:
+        self.queued_bytes = 0
+        self.load_bytes_in_flight = 0
+        self.load_bytes_per_s = 400e6  # a moving average, for load budgets; starts as a modest ssd's
+        self._catalog = catalog
+        self._memory = memory
+        self._room = room
+        self._disk = disk
+        self._queue_bytes_max = queue_bytes_max
+        self._queue: deque[tuple[int, int]] = deque()  # row and generation
+        self._queued: dict[int, int] = {}  # row -> its size in `queued_bytes`
+        self._loads: dict[int, Load] = {}
+        self._victims = Victims(catalog, Tier.SSD, disk, self._in_memory)
+        self._durable: dict[int, list[asyncio.Future[bool]]] = {}  # row -> who wait for its write
+        self._writes = asyncio.Semaphore(_BATCHES_IN_FLIGHT)
+        self._writing = 0  # batches
+        self._deleting = 0  # index entries
+        self._work_deletes = asyncio.Event()
+        self._work = asyncio.Event()
+        self._progress = asyncio.Event()  # replaced whenever something was written, deleted or loaded
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Write and delete until cancelled; cancellation waits for I/O that has begun."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            tasks.create_task(self._write_forever(), name="mover-writes")
+            tasks.create_task(self._delete_forever(), name="mover-deletes")
+
+    # ---- demotion
+
+    def demote(self, rows: Iterable[int], *, urgent: bool = False) -> None:
+        """Queue blocks for the ssd tier; what the queue can't take is dropped and counted. `urgent` ignores its limit."""
+        table = self._catalog.table
+        for row in rows:
+            if row in self._queued or table.state[Tier.SSD][row] != Copy.ABSENT or table.hash[row] is None:
+                continue
+            size = self._size(row)
+            if not urgent and self.queued_bytes + size > self._queue_bytes_max:
+                self._catalog.counters[Tier.SSD].demotions_dropped += 1
+                continue
+            self._queued[row] = size
+            self.queued_bytes += size
+            self._queue.append((row, table.generation[row]))
+        self._work.set()
+
+    async def make_durable(self, rows: Sequence[int]) -> list[bool]:
+        """Return, for each block, whether it is durable on ssd; returns when each is settled.
+
+        Cancellation leaves the writes going on.
+        """
+        waits: list[asyncio.Future[bool] | bool] = []
+        loop = asyncio.get_running_loop()
+        for row in rows:
+            if self._catalog.table.state[Tier.SSD][row] == Copy.READY:
+                waits.append(True)
+                continue
+            future: asyncio.Future[bool] = loop.create_future()
+            self._durable.setdefault(row, []).append(future)
+            waits.append(future)
+        self.demote(rows, urgent=True)
+        for row in rows:
+            if row not in self._queued and self._catalog.table.state[Tier.SSD][row] == Copy.ABSENT:
+                self._tell_durable(row, False)
+        return [wait if isinstance(wait, bool) else await wait for wait in waits]
+
+    def unwritten(self) -> list[int]:
+        """Return the rows that only memory holds."""
+        return [row for row in self._catalog.table.rows() if self._catalog.table.residency[row] == Tier.CPU.bit]
+
+    def is_idle(self) -> bool:
+        """Whether nothing is queued, being written, or to be deleted."""
+        return not (self._queue or self._writing or self._deleting or self._catalog.departed)
+
+    async def changed(self) -> None:
+        """Return when something was written, deleted or loaded since this call."""
+        await self._progress.wait()
+
+    async def _write_forever(self) -> None:
+        assert self._tasks is not None
+        while True:
+            while not self._queue:
+                self._work.clear()
+                await self._work.wait()
+            await self._writes.acquire()
+            batch = await self._next_batch()
+            if batch:
+                self._writing += 1
+                self._tasks.create_task(self._write(batch), name="mover-write")
+            else:
+                self._writes.release()
+                self._signal()
+
+    async def _next_batch(self) -> list[tuple[int, int]]:
+        """Return rows and the ssd addresses they go to; each is held and its copy there is FILLING."""
+        batch: list[tuple[int, int]] = []
+        size_bytes = 0
+        while self._queue and size_bytes < _BATCH_BYTES:
+            row, generation = self._queue[0]
+            if self._needs_write(row, generation):
+                tenancy = self._tenancy(row)
+                address = self._disk.allocate(tenancy.block_bytes)
+                if address is None and batch:
+                    break  # write what there is; room is made meanwhile
+                if address is None:
+                    address = await self._wait_for_address(tenancy)
+                # That wait took time: the row may have gone.
+                if address is None or not self._needs_write(row, generation):
+                    self._give_up(row, address)
+                else:
+                    self._catalog.hold(row)
+                    self._catalog.fill(row, Tier.SSD, address)
+                    batch.append((row, address))
+                    size_bytes += tenancy.slot_bytes
+            else:
+                self._tell_durable(row, self._catalog.table.state[Tier.SSD][row] == Copy.READY)
+            self._queue.popleft()
+            self.queued_bytes -= self._queued.pop(row)
+        return batch
+
+    async def _write(self, batch: list[tuple[int, int]]) -> None:
+        table = self._catalog.table
+        writes: list[DiskWrite] = []
+        try:
+            for tenancy in {self._tenancy(row).number: self._tenancy(row) for row, _ in batch}.values():
+                await self.register(tenancy)
+            await self._checksum([row for row, _ in batch])
+            for row, address in batch:
+                tenancy = self._tenancy(row)
+                writes.append(DiskWrite(address, self._record(row), self._payload(row, tenancy)))
+            outcomes = await self._disk.write(writes)
+        except KVStoreError:
+            outcomes = [Outcome.NOT_DURABLE] * len(batch)
+        finally:
+            for write in writes:
+                write.payload.release()
+            self._writing -= 1
+            self._writes.release()
+        for (row, address), outcome in zip(batch, outcomes, strict=True):
+            durable = outcome is Outcome.DURABLE
+            if durable:
+                self._disk.set_owner(address, row)
+                self._catalog.counters[Tier.SSD].demotions += 1
+                self._catalog.counters[Tier.SSD].bytes_in += self._tenancy(row).block_bytes
+                self._catalog.filled(row, Tier.SSD)
+            else:
+                self._catalog.fail(row, Tier.SSD)
+                self._catalog.counters[Tier.SSD].demotions_dropped += 1
+            self._tell_durable(row, durable and table.state[Tier.SSD][row] == Copy.READY)
+            self._catalog.unhold(row)
+        self._signal()
+
+    async def _checksum(self, rows: list[int]) -> None:
+        """Compute the checksums that are still missing, in a thread: the bytes of sealed blocks don't change."""
+        table = self._catalog.table
+        missing = [row for row in rows if table.checksum[row] == NOT_COMPUTED]
+        views = [self._payload(row, self._tenancy(row)) for row in missing]
+        if views:
+            sums = await run_to_end(None, lambda: [checksum(view) for view in views])
+            for row, view, value in zip(missing, views, sums, strict=True):
+                table.checksum[row] = value
+                view.release()
+
+    def _give_up(self, row: int, address: int | None) -> None:
+        if address is not None:
+            self._disk.give_back(address)
+        self._catalog.counters[Tier.SSD].demotions_dropped += 1
+        self._tell_durable(row, False)
+
+    def _needs_write(self, row: int, generation: int) -> bool:
+        table = self._catalog.table
+        return (
+            table.hash[row] is not None
+            and table.generation[row] == generation
+            and table.residency[row] == Tier.CPU.bit
+            and table.state[Tier.SSD][row] == Copy.ABSENT
+            and self._catalog.is_visible(row)
+        )
+
+    def _tell_durable(self, row: int, durable: bool) -> None:
+        for future in self._durable.pop(row, ()):
+            if not future.done():
+                future.set_result(durable)
+
+    # ---- room on ssd
+
+    async def _wait_for_address(self, tenancy: Tenancy) -> int | None:
+        """Return an address as soon as deletes have made room, or None if the tier can't give one."""
+        for _ in range(_ROOM_ROUNDS):
+            self.free_ahead(tenancy.slot_bytes)
+            address = self._disk.allocate(tenancy.block_bytes)
+            if address is not None:
+                return address
+            if not self._catalog.departed and not self._deleting and not self._writing:
+                return None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ROOM_ROUND_S):
+                    await self._progress.wait()
+        return None
+
+    def free_ahead(self, slot_bytes: int) -> None:
+        """Evict on ssd so that some slots of this class will be free when they are needed."""
+        wanted = self._free_ahead_slots(slot_bytes) - self._disk.free_slots(slot_bytes) - self._leaving_slots
+        while wanted > 0:
+            victims = self._victims.for_slot(slot_bytes)
+            if not victims:
+                return
+            for row in victims:
+                if self._catalog.is_evictable(row, Tier.SSD):
+                    wanted -= self._catalog.evict_with_slices(row, Tier.SSD, Cause.PRESSURE)
+        self._work_deletes.set()
+
+    def _free_ahead_slots(self, slot_bytes: int) -> int:
+        total = self._disk.slab.chunks_max * self._disk.slab.chunk_bytes // slot_bytes
+        return max(1, min(total // _FREE_AHEAD_SHARE, 2 * _BATCH_BYTES // slot_bytes))
+
+    async def _delete_forever(self) -> None:
+        while True:
+            if not self._catalog.departed:
+                self._work_deletes.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_DELETE_PAUSE_S):
+                        await self._work_deletes.wait()
+                continue
+            await self.delete_departed()
+
+    async def delete_departed(self) -> int:
+        """Delete the index entries of what has left the ssd tier, durably; return how many."""
+        departed = self._catalog.departed
+        rows = [departed.popleft() for _ in range(min(len(departed), _DELETES_MAX))]
+        if not rows:
+            return 0
+        self._deleting += len(rows)
+        try:
+            await self._disk.forget([self._catalog.table.slot[Tier.SSD][row] for row in rows])
+        finally:
+            # A delete that failed leaves its slots in the tier's own quarantine; the rows are gone in either case.
+            self._deleting -= len(rows)
+            for row in rows:
+                self._catalog.gone(row)
+        self._signal()
+        return len(rows)
+
+    @property
+    def _leaving_slots(self) -> int:
+        return len(self._catalog.departed) + self._deleting
+
+    def _in_memory(self, row: int) -> bool:
+        return bool(self._catalog.table.residency[row] & Tier.CPU.bit)
+
+    # ---- loads
+
+    def load(self, rows: Sequence[int]) -> list[Load | None]:
+        """Return, for each block that is on ssd only, its load: the one in flight or a new one; None: no slot is free.
+
+        Each row with a load is held once for the caller, who must call `Catalog.unhold` when done with it.
+        """
+        loads: list[Load | None] = []
+        fresh: list[Load] = []
+        for row in rows:
+            load = self._loads.get(row)
+            if load is None:
+                offset = self._room.take(self._tenancy(row), for_load=True)
+                if offset is None:
+                    loads.append(None)
+                    continue
+                load = Load(row, offset, asyncio.get_running_loop().create_future())
+                self._catalog.hold(row)
+                self._catalog.fill(row, Tier.CPU, offset)
+                self._loads[row] = load
+                fresh.append(load)
+            self._catalog.hold(row)
+            loads.append(load)
+        self._start(fresh)
+        return loads
+
+    def loading(self, row: int) -> bool:
+        return row in self._loads
+
+    @property
+    def loads_in_flight(self) -> int:
+        return len(self._loads)
+
+    def load_s(self, size_bytes: int) -> float:
+        """Return how long loading this many bytes would take, behind what is in flight already."""
+        return (self.load_bytes_in_flight + size_bytes) / self.load_bytes_per_s
+
+    def _start(self, loads: list[Load]) -> None:
+        assert self._tasks is not None or not loads, "the mover is not running"
+        at = 0
+        while at < len(loads):
+            end, size_bytes = at, 0
+            while end < len(loads) and (end == at or size_bytes + self._size(loads[end].row) <= _LOAD_JOB_BYTES):
+                size_bytes += self._size(loads[end].row)
+                end += 1
+            self.load_bytes_in_flight += size_bytes
+            self._tasks.create_task(self._load(loads[at:end], size_bytes), name="mover-load")  # type: ignore[union-attr]
+            at = end
+
+    async def _load(self, loads: list[Load], size_bytes: int) -> None:
+        table = self._catalog.table
+        loop = asyncio.get_running_loop()
+        begun_s, ahead_bytes = loop.time(), self.load_bytes_in_flight
+        reads: list[DiskRead] = []
+        outcomes: list[Outcome] = [Outcome.UNAVAILABLE] * len(loads)
+        try:
+            for load in loads:
+                destination = self._memory.view(load.offset, self._tenancy(load.row).block_bytes)
+                reads.append(DiskRead(table.slot[Tier.SSD][load.row], self._record(load.row), destination))
+            outcomes = await self._disk.read(reads)
+        except KVStoreError:
+            pass  # the outcomes say UNAVAILABLE
+        finally:
+            for read in reads:
+                read.destination.release()
+            self.load_bytes_in_flight -= size_bytes
+            for load, outcome in zip(loads, outcomes, strict=True):
+                self._loaded(load, outcome)
+            self._signal()
+        rate = ahead_bytes / max(loop.time() - begun_s, 1e-4)
+        self.load_bytes_per_s += (rate - self.load_bytes_per_s) * 0.1
+
+    def _loaded(self, load: Load, outcome: Outcome) -> None:
+        row, table, counters = load.row, self._catalog.table, self._catalog.counters
+        del self._loads[row]
+        if outcome is Outcome.HIT:
+            self._memory.set_owner(load.offset, row)
+            self._catalog.filled(row, Tier.CPU)
+            counters[Tier.CPU].promotions += 1
+            counters[Tier.SSD].bytes_out += self._tenancy(row).block_bytes
+            if not self._catalog.is_visible(row):
+                outcome = Outcome.ABSENT  # dropped meanwhile
+        else:
+            self._memory.free(self._catalog.fail(row, Tier.CPU))
+            if outcome is Outcome.CORRUPT:
+                counters[Tier.SSD].checksum_failures += 1
+                if table.state[Tier.SSD][row] == Copy.READY:
+                    self._catalog.leave(row, Tier.SSD, Cause.DROP)
+            else:
+                counters[Tier.SSD].io_errors += 1
+        if not load.outcome.done():
+            load.outcome.set_result(outcome)
+        self._catalog.unhold(row)
+
+    # ---- small things
+
+    async def register(self, tenancy: Tenancy) -> int:
+        """Return the number the ssd tier knows a namespace by; durable there before this returns."""
+        if tenancy.disk_number is None:
+            number = await self._disk.add_namespace(
+                tenancy.tenant, tenancy.namespace.encode(), epoch=tenancy.epoch, ttl_s=tenancy.ttl_s
+            )
+            tenancy.disk_number = number
+        return tenancy.disk_number
+
+    def _record(self, row: int) -> DiskRecord:
+        table, tenancy = self._catalog.table, self._tenancy(row)
+        block_hash = table.hash[row]
+        assert block_hash is not None and tenancy.disk_number is not None
+        return DiskRecord(
+            namespace=tenancy.disk_number,
+            hash=block_hash,
+            length=tenancy.block_bytes,
+            generation=table.generation[row],
+            checksum=table.checksum[row],
+            epoch=tenancy.epoch,
+            expires_s=table.expires_s[row],
+        )
+
+    def _payload(self, row: int, tenancy: Tenancy) -> memoryview:
+        return self._memory.view(self._catalog.table.slot[Tier.CPU][row], tenancy.block_bytes)
+
+    def _tenancy(self, row: int) -> Tenancy:
+        return self._catalog.tenancies[self._catalog.table.namespace[row]]
+
+    def _size(self, row: int) -> int:
+        return self._tenancy(row).slot_bytes
+
+    def _signal(self) -> None:
+        """Wake everybody who waits for room or progress."""
+        self._progress.set()
+        self._progress = asyncio.Event()
+
+
+async def run_to_end(executor: Executor | None, function: Callable[[], T]) -> T:
+    """Return `function()`, run in a thread. Cancelled, it still waits for the thread: its buffers are in use until then."""
+    future = asyncio.get_running_loop().run_in_executor(executor, function)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise

@@ -1,0 +1,315 @@
+"""Puts: tickets from reserve to seal or forfeit, and those who wait for a block to arrive.
+
+A ticket covers one reserve: a list of hashes, of which some were granted a slot each. It belongs to a session. Its rights end at
+its deadline or with its session; its slots come back only when their writer says so or its process is gone, because until
+then somebody may still be writing there.
+
+Invariants
+1. A hash has at most one OPEN put in a namespace; `_writing` names it.
+2. A slot in state OPEN or OVERDUE belongs to its ticket, in state SEALED to a row of the catalog.
+3. What is reserved and what is in quarantine are bounded: in all, and for each session.
+4. The first valid seal wins; a seal of a position that is not OPEN, or of a namespace dropped since, is REFUSED.
+5. Everybody who waits is told of a seal, a forfeit or an abort at once, in the order they came.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.catalog import Catalog, Tenancy
+from kvstore.checksum import NOT_COMPUTED
+from kvstore.errors import LeaseExpired
+from kvstore.lease import Session
+from kvstore.lifecycle import Put, PutEvent, next_put
+from kvstore.room import Room
+from kvstore.table import Tier
+from kvstore.tiers.memory import MemoryTier
+from kvstore.wire import Outcome
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """One reserve. `states`, `offsets` and `hashes` are parallel."""
+
+    token: int
+    session: Session
+    tenancy: Tenancy
+    epoch: int
+    hashes: Sequence[bytes]
+    states: bytearray
+    offsets: list[int]
+    ends_s: float
+
+    def positions(self, *states: Put) -> list[int]:
+        return [position for position, state in enumerate(self.states) if state in states]
+
+
+@dataclass(eq=False, slots=True)
+class Arrival:
+    """Somebody waits for `missing` blocks; `tell` is called once, with HIT when all are there or with ABORTED."""
+
+    tenancy: Tenancy
+    missing: set[bytes]
+    tell: Callable[[Outcome], None]
+
+
+@dataclass(slots=True)
+class PutLimits:
+    """Bytes of the cpu tier that may be reserved or in quarantine, in all and for one session; seconds a put may take."""
+
+    total_bytes: int
+    session_bytes: int
+    reservation_s: float
+
+
+@dataclass(slots=True)
+class SealResult:
+    """What a seal did: an outcome a position, and the rows that are new."""
+
+    outcomes: bytearray
+    rows: list[int] = field(default_factory=list[int])
+
+
+class Puts:
+    """All tickets of a store. Times are CLOCK_MONOTONIC seconds."""
+
+    def __init__(self, catalog: Catalog, memory: MemoryTier, room: Room, limits: PutLimits) -> None:
+        self.reserved_bytes = 0
+        self.quarantined_bytes = 0
+        self.quarantined_slots = 0
+        self.limits = limits
+        self._catalog = catalog
+        self._memory = memory
+        self._room = room
+        self._tickets: dict[int, Ticket] = {}
+        self._writing: dict[tuple[int, bytes], tuple[Ticket, int]] = {}
+        self._arrivals: dict[tuple[int, bytes], list[Arrival]] = {}
+        self._ends: list[tuple[float, int]] = []
+        self._next_token = 1
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def reserve(self, session: Session, tenancy: Tenancy, hashes: Sequence[bytes], now_s: float) -> tuple[Ticket, bytes]:
+        """Return a ticket and an outcome a hash: GRANTED, PRESENT, BUSY or NO_ROOM. A repeated hash is BUSY."""
+        outcomes = bytearray(len(hashes))
+        states = bytearray(len(hashes))
+        offsets = [0] * len(hashes)
+        ticket = Ticket(
+            self._next_token, session, tenancy, tenancy.epoch, hashes, states, offsets,
+            now_s + self.limits.reservation_s,
+        )  # fmt: skip
+        self._next_token += 1
+        counters, number, slot_bytes = tenancy.counters, tenancy.number, tenancy.slot_bytes
+        granted = 0
+        used: list[int] = []
+        for position, block_hash in enumerate(hashes):
+            row = self._catalog.find(tenancy, block_hash)
+            if row is not None:
+                outcomes[position] = Outcome.PRESENT
+                counters.present_blocks += 1
+                used.append(row)
+                continue
+            if (number, block_hash) in self._writing:
+                outcomes[position] = Outcome.BUSY
+                counters.busy_blocks += 1
+                continue
+            offset = self._room.take(tenancy) if self._may_grow(session, slot_bytes) else None
+            if offset is None:
+                outcomes[position] = Outcome.NO_ROOM
+                continue
+            states[position] = next_put(states[position], PutEvent.GRANT)
+            offsets[position] = offset
+            outcomes[position] = Outcome.GRANTED
+            self._writing[number, block_hash] = (ticket, position)
+            self.reserved_bytes += slot_bytes
+            granted += 1
+        self._catalog.use(reversed(used))
+        if granted:
+            self._tickets[ticket.token] = ticket
+            session.tickets.add(ticket.token)
+            heapq.heappush(self._ends, (ticket.ends_s, ticket.token))
+        return ticket, bytes(outcomes)
+
+    def ticket(self, session: Session, token: int) -> Ticket:
+        """Return a live ticket of this session; LeaseExpired if there is none."""
+        ticket = self._tickets.get(token)
+        if ticket is None or ticket.session is not session:
+            raise LeaseExpired(f"ticket {token} is over or not this connection's: reserve again")
+        return ticket
+
+    def seal(
+        self,
+        ticket: Ticket,
+        which: Sequence[int] | None,
+        checksums: Sequence[int],
+        ttl_s: float | None,
+        *,
+        slots: Sequence[int] | None = None,
+    ) -> SealResult:
+        """Make the positions `which` (None: all open ones) visible.
+
+        `slots` are their offsets in the pool where they differ from the ticket's (strict mode copies to fresh ones).
+        """
+        tenancy = ticket.tenancy
+        positions = ticket.positions(Put.OPEN) if which is None else which
+        result = SealResult(bytearray(len(positions)))
+        dropped = ticket.epoch != tenancy.epoch
+        for at, position in enumerate(positions):
+            state = ticket.states[position] if position < len(ticket.states) else Put.FREE
+            if state != Put.OPEN or dropped:
+                result.outcomes[at] = Outcome.REFUSED
+                if state in (Put.OPEN, Put.OVERDUE):
+                    self._give_back(ticket, position)
+                continue
+            block_hash, offset = ticket.hashes[position], ticket.offsets[position]
+            if self._catalog.find(tenancy, block_hash) is not None:
+                result.outcomes[at] = Outcome.PRESENT
+                self._give_back(ticket, position)
+                continue
+            ticket.states[position] = next_put(state, PutEvent.SEAL)
+            del self._writing[tenancy.number, block_hash]
+            self.reserved_bytes -= tenancy.slot_bytes
+            checksum = checksums[at] if checksums else NOT_COMPUTED
+            row = self._catalog.adopt(tenancy, block_hash, offset, checksum, tenancy.ttl_s if ttl_s is None else ttl_s)
+            self._memory.set_owner(offset, row)
+            result.outcomes[at] = Outcome.SEALED
+            result.rows.append(row)
+        tenancy.counters.stored_blocks += len(result.rows)
+        self._catalog.counters[Tier.CPU].bytes_in += len(result.rows) * tenancy.block_bytes
+        self._finish(ticket)
+        self._arrived(tenancy, (ticket.hashes[position] for position in positions if position < len(ticket.hashes)))
+        return result
+
+    def forfeit(self, ticket: Ticket, which: Sequence[int] | None) -> int:
+        """Give up positions (None: all that are left), which are not written any more; return how many."""
+        positions = ticket.positions(Put.OPEN, Put.OVERDUE) if which is None else which
+        count = 0
+        for position in positions:
+            if position < len(ticket.states) and ticket.states[position] in (Put.OPEN, Put.OVERDUE):
+                self._give_back(ticket, position)
+                count += 1
+        self._finish(ticket)
+        return count
+
+    def end_session(self, session: Session, *, gone: bool) -> None:
+        """End the rights of a session's tickets; if its process is `gone` (or said goodbye) their slots come back too."""
+        for token in list(session.tickets):
+            ticket = self._tickets[token]
+            if gone:
+                self.forfeit(ticket, None)
+            else:
+                self._expire(ticket)
+
+    def expire(self, now_s: float) -> None:
+        """End the rights of tickets whose time is over; their slots are in quarantine from now on."""
+        while self._ends and self._ends[0][0] <= now_s:
+            _, token = heapq.heappop(self._ends)
+            if token in self._tickets:
+                self._expire(self._tickets[token])
+
+    # ---- waiting
+
+    def is_busy(self, tenancy: Tenancy, block_hash: bytes) -> bool:
+        return (tenancy.number, block_hash) in self._writing
+
+    def wait(self, tenancy: Tenancy, missing: Iterable[bytes], tell: Callable[[Outcome], None]) -> Arrival:
+        """Register somebody who waits for blocks that are not there; `stop_waiting` must be called in the end."""
+        arrival = Arrival(tenancy, set(missing), tell)
+        for block_hash in arrival.missing:
+            self._arrivals.setdefault((tenancy.number, block_hash), []).append(arrival)
+        return arrival
+
+    def stop_waiting(self, arrival: Arrival) -> None:
+        """Undo `wait`; harmless after it was told."""
+        for block_hash in arrival.missing:
+            waiting = self._arrivals.get((arrival.tenancy.number, block_hash))
+            if waiting is not None and arrival in waiting:
+                waiting.remove(arrival)
+                if not waiting:
+                    del self._arrivals[arrival.tenancy.number, block_hash]
+        arrival.missing = set()
+
+    def abort(self, tenancy: Tenancy, hashes: Iterable[bytes]) -> int:
+        """Tell everybody who waits for these blocks that they will not come; return how many were told."""
+        told = 0
+        for block_hash in hashes:
+            for arrival in list(self._arrivals.get((tenancy.number, block_hash), ())):
+                self.stop_waiting(arrival)
+                arrival.tell(Outcome.ABORTED)
+                told += 1
+        return told
+
+    def drop_all(self, tenancy: Tenancy) -> None:
+        """The namespace was dropped: its open puts can't be sealed any more, and nobody need wait for them."""
+        for number, block_hash in [key for key in self._writing if key[0] == tenancy.number]:
+            self.abort(tenancy, (block_hash,))
+            ticket, position = self._writing.pop((number, block_hash))
+            self._to_quarantine(ticket, position)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the invariants hold."""
+        reserved = quarantined = 0
+        for ticket in self._tickets.values():
+            assert ticket.token in ticket.session.tickets
+            for position in ticket.positions(Put.OPEN):
+                assert self._writing[ticket.tenancy.number, ticket.hashes[position]] == (ticket, position)
+                reserved += ticket.tenancy.slot_bytes
+            quarantined += len(ticket.positions(Put.OVERDUE)) * ticket.tenancy.slot_bytes
+        assert reserved == self.reserved_bytes and quarantined == self.quarantined_bytes
+        assert sum(len(t.positions(Put.OPEN)) for t in self._tickets.values()) == len(self._writing)
+
+    # ---- the inside
+
+    def _may_grow(self, session: Session, slot_bytes: int) -> bool:
+        return (
+            self.reserved_bytes + self.quarantined_bytes + slot_bytes <= self.limits.total_bytes
+            and session.quarantined_bytes + slot_bytes <= self.limits.session_bytes
+        )
+
+    def _give_back(self, ticket: Ticket, position: int) -> None:
+        """The writer is done with this slot and it holds nothing: free it."""
+        slot_bytes = ticket.tenancy.slot_bytes
+        if ticket.states[position] == Put.OPEN:
+            ticket.states[position] = next_put(Put.OPEN, PutEvent.FORFEIT)
+            del self._writing[ticket.tenancy.number, ticket.hashes[position]]
+            self.reserved_bytes -= slot_bytes
+            if ticket.hashes[position] not in ticket.tenancy.rows:
+                self.abort(ticket.tenancy, (ticket.hashes[position],))
+        else:
+            ticket.states[position] = next_put(ticket.states[position], PutEvent.ACKNOWLEDGE)
+            self.quarantined_bytes -= slot_bytes
+            self.quarantined_slots -= 1
+            ticket.session.quarantined_bytes -= slot_bytes
+        self._memory.free(ticket.offsets[position])
+
+    def _expire(self, ticket: Ticket) -> None:
+        for position in ticket.positions(Put.OPEN):
+            del self._writing[ticket.tenancy.number, ticket.hashes[position]]
+            self._to_quarantine(ticket, position)
+            self.abort(ticket.tenancy, (ticket.hashes[position],))
+
+    def _to_quarantine(self, ticket: Ticket, position: int) -> None:
+        slot_bytes = ticket.tenancy.slot_bytes
+        ticket.states[position] = next_put(ticket.states[position], PutEvent.EXPIRE)
+        self.reserved_bytes -= slot_bytes
+        self.quarantined_bytes += slot_bytes
+        self.quarantined_slots += 1
+        ticket.session.quarantined_bytes += slot_bytes
+
+    def _finish(self, ticket: Ticket) -> None:
+        if not ticket.positions(Put.OPEN, Put.OVERDUE):
+            self._tickets.pop(ticket.token, None)
+            ticket.session.tickets.discard(ticket.token)
+
+    def _arrived(self, tenancy: Tenancy, hashes: Iterable[bytes]) -> None:
+        if not self._arrivals:
+            return
+        for block_hash in hashes:
+            if block_hash in tenancy.rows:
+                for arrival in self._arrivals.pop((tenancy.number, block_hash), ()):
+                    arrival.missing.discard(block_hash)
+                    if not arrival.missing:
+                        arrival.tell(Outcome.HIT)

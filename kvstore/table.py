@@ -1,0 +1,137 @@
+"""The block table: one row a block, one array a field, about 60 bytes a row beside the hash itself.
+
+Objects a block would cost three times as much and a garbage collection over millions of them stops the loop for seconds;
+arrays hold no references that a collection follows. The catalog is the only writer of this table.
+
+Invariants
+1. A row is either free (its hash is None) or belongs to one block; `len(table)` counts the latter.
+2. `residency[row]` has the bit of a tier set exactly when the copy there is READY.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from typing import NamedTuple
+
+from kvstore.lifecycle import Copy, CopyEvent, next_copy
+
+NO_SLOT = -1
+NEVER_S = float("inf")
+
+
+class Tier(enum.IntEnum):
+    """The tiers, fastest first; a tier's bit in a residency is `1 << tier`."""
+
+    GPU = 0
+    CPU = 1
+    SSD = 2
+    REMOTE = 3
+
+    @property
+    def bit(self) -> int:
+        return 1 << self
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class Columns(NamedTuple):
+    """What a tier knows of the blocks it found at start, parallel, coldest first."""
+
+    checksums: array[int]
+    generations: array[int]
+    expires_s: array[float]
+    slots: array[int]
+
+
+class BlockTable:
+    """The fields of every block. `slot[tier]` and `state[tier]` are columns too, for the tiers a node has."""
+
+    def __init__(self, tiers: tuple[Tier, ...]) -> None:
+        self.hash: list[bytes | None] = []
+        self.namespace = array("I")
+        self.checksum = array("Q")
+        self.generation = array("Q")
+        self.expires_s = array("d")
+        self.holds = array("I")
+        self.uses = bytearray()
+        self.residency = bytearray()
+        self.slot = {tier: array("q") for tier in tiers}
+        self.state = {tier: bytearray() for tier in tiers}
+        self._free = array("I")
+
+    def __len__(self) -> int:
+        return len(self.hash) - len(self._free)
+
+    def add(self, block_hash: bytes, namespace: int, checksum: int, generation: int, expires_s: float) -> int:
+        """Return a new row with these fields, absent in every tier."""
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self.hash[row] = block_hash
+        self.namespace[row] = namespace
+        self.checksum[row] = checksum
+        self.generation[row] = generation
+        self.expires_s[row] = expires_s
+        self.uses[row] = 0
+        return row
+
+    def remove(self, row: int) -> None:
+        """Free a row whose block is absent everywhere and held by nobody."""
+        assert self.hash[row] is not None and self.holds[row] == 0 and self.residency[row] == 0
+        assert all(state[row] == Copy.ABSENT for state in self.state.values())
+        self.hash[row] = None
+        self._free.append(row)
+
+    def add_many(self, hashes: list[bytes], namespaces: array[int], tier: Tier, columns: Columns) -> range:
+        """Return the rows, adjacent and in this order, of blocks that are READY in `tier` at once; for warm starts."""
+        start, count = len(self.hash), len(hashes)
+        self._grow(count)
+        del self._free[len(self._free) - count :]
+        rows = range(start, start + count)
+        self.hash[start : start + count] = hashes
+        self.namespace[start : start + count] = namespaces
+        self.checksum[start : start + count] = columns.checksums
+        self.generation[start : start + count] = columns.generations
+        self.expires_s[start : start + count] = columns.expires_s
+        self.slot[tier][start : start + count] = columns.slots
+        self.state[tier][start : start + count] = bytes([Copy.READY]) * count
+        self.residency[start : start + count] = bytes([tier.bit]) * count
+        return rows
+
+    def move(self, row: int, tier: Tier, event: CopyEvent) -> Copy:
+        """Apply `event` to the copy in `tier` and return its new state."""
+        states = self.state[tier]
+        state = next_copy(states[row], event)
+        states[row] = state
+        if state is Copy.READY:
+            self.residency[row] |= 1 << tier
+        else:
+            self.residency[row] &= ~(1 << tier)
+        if state is Copy.ABSENT:
+            self.slot[tier][row] = NO_SLOT
+        return state
+
+    def absent_everywhere(self, row: int) -> bool:
+        return all(state[row] == Copy.ABSENT for state in self.state.values())
+
+    def rows(self) -> list[int]:
+        """Return every row that belongs to a block."""
+        return [row for row, block_hash in enumerate(self.hash) if block_hash is not None]
+
+    def _grow(self, count: int = 0) -> None:
+        start = len(self.hash)
+        count = count or max(1024, start // 8)
+        self.hash.extend([None] * count)
+        for column in (self.namespace, self.checksum, self.generation, self.holds):
+            column.frombytes(bytes(count * column.itemsize))
+        self.expires_s.extend([NEVER_S] * count)
+        self.uses.extend(bytes(count))
+        self.residency.extend(bytes(count))
+        for slots in self.slot.values():
+            slots.extend([NO_SLOT] * count)
+        for states in self.state.values():
+            states.extend(bytes(count))
+        self._free.extend(range(start + count - 1, start - 1, -1))

@@ -1,0 +1,89 @@
+"""Which blocks should go from a tier to make room for one of a given size: decisions only, nothing is changed here.
+
+Invariants
+1. A victim is ready in the tier and neither held nor pinned.
+2. One block is named where one is enough. A whole region of another size class is named only where that class has grown
+   clearly colder, or where the own class has nothing to give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvstore.catalog import Catalog
+from kvstore.table import Tier
+from kvstore.tiers.slab import NOBODY
+
+_LOOK_AHEAD = 64  # rows at the cold end that are looked at for one victim
+_REGIONS_TRIED = 8
+_COLDER_BY = 1.25  # another class's region is taken only if it is idle this much longer
+
+
+class Space(Protocol):
+    """What is asked of a tier's slots."""
+
+    def owners(self, offset: int) -> Sequence[int] | None:
+        """Return the rows in the region of a slot (NOBODY for one being written); None if it may not be taken."""
+        ...
+
+
+class Victims:
+    """Decides for one tier. `spared` says which rows to pass over while others near the cold end will do."""
+
+    def __init__(self, catalog: Catalog, tier: Tier, space: Space, spared: Callable[[int], bool]) -> None:
+        self._catalog = catalog
+        self._tier = tier
+        self._space = space
+        self._spared = spared
+        self._policy = catalog.policies[tier]
+
+    def for_slot(self, slot_bytes: int) -> Sequence[int]:
+        """Return the rows to evict so that a slot of this size becomes free, or its region does; none: there are none."""
+        own = self._coldest(self._lanes(slot_bytes=slot_bytes))
+        region = self._colder_region(slot_bytes, own)
+        if region is not None:
+            return region
+        return () if own is None else (own,)
+
+    def for_tenant(self, tenant: str) -> int | None:
+        """Return the row a tenant should give up first."""
+        return self._coldest(self._lanes(tenant=tenant))
+
+    def _lanes(self, slot_bytes: int | None = None, tenant: str | None = None) -> list[int]:
+        return [
+            lane
+            for lane, (size, owner, tier) in enumerate(self._catalog.lanes)
+            if tier is self._tier and slot_bytes in (None, size) and tenant in (None, owner)
+        ]
+
+    def _coldest(self, lanes: list[int]) -> int | None:
+        best: int | None = None
+        best_rank: tuple[bool, int] | None = None
+        for lane in lanes:
+            for looked_at, row in enumerate(self._policy.coldest(lane)):
+                if looked_at >= _LOOK_AHEAD:
+                    break
+                if not self._catalog.is_evictable(row, self._tier):
+                    continue
+                rank = (self._spared(row), self._policy.last_use(row))
+                if best_rank is None or rank < best_rank:
+                    best, best_rank = row, rank
+                if not rank[0]:
+                    break
+        return best
+
+    def _colder_region(self, slot_bytes: int, own: int | None) -> Sequence[int] | None:
+        table, policy = self._catalog.table, self._policy
+        own_idle_s = None if own is None else self._catalog.idle_s(own, self._tier) * _COLDER_BY
+        for lane, (size, _, tier) in enumerate(self._catalog.lanes):
+            if tier is not self._tier or size == slot_bytes:
+                continue
+            for tried, row in enumerate(policy.coldest(lane)):
+                too_warm = own_idle_s is not None and self._catalog.idle_s(row, self._tier) <= own_idle_s
+                if tried >= _REGIONS_TRIED or too_warm:
+                    break
+                rows = self._space.owners(table.slot[self._tier][row])
+                if rows and all(r != NOBODY and self._catalog.is_evictable(r, self._tier) for r in rows):
+                    return rows
+        return None
