@@ -85,17 +85,22 @@ def as_words(key: str, settings: Settings) -> Any:
 
 
 def as_toml(settings: Settings, sources: Mapping[str, str], idle: Mapping[str, str], *, explain: bool) -> str:
-    """Return the settings as a config file, each with its source; `explain` puts what it is for above it."""
+    """Return the settings as a config file, each with its source.
+
+    `explain` puts what a setting is for above it, and comments out what is a default.
+    """
     lines: list[str] = []
     for option in OPTIONS:
         if explain:
             lines += ["", f"# {option.summary}"]
         words = as_words(option.key, settings)
         remark = ", ".join(text for text in (_readable(option, words), sources[option.key]) if text)
-        if option.key in idle or words is None:
-            lines.append(f"# {option.key}: {idle.get(option.key, 'not set')}")
+        if option.key in idle:
+            lines.append(f"# {option.key}: {idle[option.key]}")
         else:
-            lines.append(f"{option.key} = {_toml(words)}  # {remark}")
+            # A file that starts out from this should not fix what is a default, and may be another one elsewhere.
+            mark = "# " if explain and sources[option.key] == "default" else ""
+            lines.append(f"{mark}{option.key} = {_toml(words)}  # {remark}")
     return "\n".join(lines).lstrip("\n") + "\n"
 
 

@@ -63,11 +63,7 @@ def logging_to(
     finally:
         root.removeHandler(handler)
         root.setLevel(level_before)
-        try:
-            lines.put(None, timeout=_FLUSH_S)
-        except queue.Full:
-            pass
-        writer.join(_FLUSH_S)
+        _end(lines, writer)
 
 
 class RepeatLimit(logging.Filter):
@@ -164,6 +160,20 @@ class _Sink(logging.Handler):
                 line = line[os.write(self._descriptor, line) :]
         except OSError:
             pass  # nobody reads any more, and there is nobody else to tell
+
+
+def _end(lines: queue.Queue[logging.LogRecord | None], writer: threading.Thread) -> None:
+    """Let what waits be written for a moment, then give it up: a reader that is stuck must not hold up the exit."""
+    try:
+        lines.put(None, timeout=_FLUSH_S)
+        writer.join(_FLUSH_S)
+    except queue.Full:
+        pass
+    if writer.is_alive():
+        with lines.mutex:
+            lines.queue.clear()
+            lines.queue.append(None)
+            lines.not_empty.notify()
 
 
 def _write_lines(lines: queue.Queue[logging.LogRecord | None], sink: logging.Handler) -> None:

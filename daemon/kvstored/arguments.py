@@ -1,0 +1,89 @@
+"""The command line: one flag a setting, and the few that make the command do something else."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import kvstore
+from kvstored.options import BY_KEY, OPTIONS
+from kvstored.sources import Fault, nearest
+
+_DESCRIPTION = "Keeps the KV cache of this node's LLM engines in tiers: memory, then ssd."
+_EPILOG = """\
+Each flag is also a variable (--cpu-size: KVSTORED_CPU_SIZE, entries of repeated ones separated by ;) and a key of
+the file (cpu-size = "64GiB"). A flag goes before a variable, a variable before the file. GB is 10^9 bytes, GiB 2^30.
+Exit status: 0 done, 1 failed, 2 wrong settings, 3 something needed does not answer.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What the command line says: settings as written, what to do, and what was wrong with it."""
+
+    flags: dict[str, Any]
+    config: Path | None
+    action: str  # run, check or print-config
+    as_json: bool
+    faults: tuple[Fault, ...]
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Return what `argv` says. --help and --version print and raise SystemExit(0)."""
+    parser = _parser()
+    faults: list[Fault] = []
+    found = argparse.Namespace()
+    try:
+        found, unknown = parser.parse_known_args(argv, found)
+    except argparse.ArgumentError as exc:
+        unknown = []
+        faults.append(Fault(exc.argument_name or "command line", None, "flag", f"{exc.message}: see kvstored --help"))
+    for word in unknown:
+        name = word.split("=")[0]
+        hint = nearest(name.lstrip("-"), BY_KEY, "--") if name.startswith("-") else "settings are given as --KEY VALUE"
+        faults.append(Fault(word, None, "flag", f"there is no such flag: {hint}"))
+    given = vars(found)
+    action = "check" if given.get("check") else "print-config" if given.get("print_config") else "run"
+    if given.get("json") and action == "run":
+        faults.append(Fault("--json", None, "flag", "it has no effect without --check: add that, or remove it"))
+    config = given.get("config")
+    flags = {key: written for key, written in given.items() if key in BY_KEY}
+    return Arguments(flags, Path(config) if config else None, action, bool(given.get("json")), tuple(faults))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exiting, so that these faults are told with the others."""
+        raise argparse.ArgumentError(None, message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kvstored",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        exit_on_error=False,
+    )
+    command = parser.add_argument_group("command")
+    command.add_argument("--config", metavar="FILE.toml", help="read settings from a TOML file (or KVSTORED_CONFIG)")
+    command.add_argument("--check", action="store_true", help="validate, print the settings in effect, and exit")
+    command.add_argument("--print-config", action="store_true", help="print a commented config file and exit")
+    command.add_argument("--json", action="store_true", help="with --check: print one JSON object")
+    command.add_argument("--version", action="version", version=f"kvstored {kvstore.__version__}")
+    settings = parser.add_argument_group("settings")
+    for option in OPTIONS:
+        default = option.default_text or option.default
+        text = f"{option.summary}" if option.is_switch else f"{option.summary} (default: {default})"
+        text = text.replace("%", "%%")
+        if option.is_switch:
+            settings.add_argument(option.flag, dest=option.key, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            action = "append" if option.repeated else "store"
+            settings.add_argument(option.flag, dest=option.key, metavar=option.metavar, action=action, help=text)
+    return parser
