@@ -36,7 +36,7 @@ def default_socket_path(environ: Mapping[str, str] = os.environ, uid: int | None
     if runtime := environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime).absolute() / "kvstored.sock"
     uid = os.getuid() if uid is None else uid
-    return SYSTEM_SOCKET if uid == 0 else Path(f"/tmp/kvstored-{uid}/kvstored.sock")
+    return SYSTEM_SOCKET if uid == 0 else private_directory(uid) / "kvstored.sock"
 
 
 def find_socket_path(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
@@ -92,7 +92,7 @@ def make_socket_directory(path: Path) -> None:
     try:
         if parent == SYSTEM_SOCKET.parent:
             parent.mkdir(mode=0o755, exist_ok=True)
-        elif _is_private(parent):
+        elif parent == private_directory():
             parent.mkdir(mode=0o700, exist_ok=True)
     except OSError as exc:
         raise BadSetting(
@@ -103,7 +103,7 @@ def make_socket_directory(path: Path) -> None:
 
 def refuse_foreign_directory(directory: Path) -> None:
     """Raise NotPermitted if `directory` is the default one under /tmp and others can write to it."""
-    if not _is_private(directory):
+    if directory != private_directory():
         return
     try:
         found = os.lstat(directory)
@@ -118,8 +118,9 @@ def refuse_foreign_directory(directory: Path) -> None:
 
 def is_default_directory(directory: Path) -> bool:
     """Return whether the daemon makes `directory` itself when it is missing."""
-    return directory == SYSTEM_SOCKET.parent or _is_private(directory)
+    return directory in (SYSTEM_SOCKET.parent, private_directory())
 
 
-def _is_private(directory: Path) -> bool:
-    return directory == Path(f"/tmp/kvstored-{os.getuid()}")
+def private_directory(uid: int | None = None) -> Path:
+    """Return the directory under /tmp that is a user's own by name, which proves nothing: anybody can make it."""
+    return Path(f"/tmp/kvstored-{os.getuid() if uid is None else uid}")

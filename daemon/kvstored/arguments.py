@@ -41,10 +41,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     except argparse.ArgumentError as exc:
         unknown = []
         faults.append(Fault(exc.argument_name or "command line", None, "flag", f"{exc.message}: see kvstored --help"))
-    for word in unknown:
-        name = word.split("=")[0]
-        hint = nearest(name.lstrip("-"), BY_KEY, "--") if name.startswith("-") else "settings are given as --KEY VALUE"
-        faults.append(Fault(word, None, "flag", f"there is no such flag: {hint}"))
+    faults += _unknown(unknown)
     given = vars(found)
     action = "check" if given.get("check") else "print-config" if given.get("print_config") else "run"
     if given.get("json") and action == "run":
@@ -52,6 +49,22 @@ def parse(argv: Sequence[str]) -> Arguments:
     config = given.get("config")
     flags = {key: written for key, written in given.items() if key in BY_KEY}
     return Arguments(flags, Path(config) if config else None, action, bool(given.get("json")), tuple(faults))
+
+
+def _unknown(words: Sequence[str]) -> list[Fault]:
+    faults: list[Fault] = []
+    takes_next = False
+    for word in words:
+        if word.startswith("-"):
+            name = word.split("=")[0]
+            hint = nearest(name.lstrip("-"), BY_KEY, "--")
+            faults.append(Fault(name, None, "flag", f"there is no such flag: {hint}"))
+            takes_next = "=" not in word
+        elif takes_next:  # most likely the value of the flag before
+            takes_next = False
+        else:
+            faults.append(Fault(word, None, "argument", "settings are given as --KEY VALUE: see kvstored --help"))
+    return faults
 
 
 class _Parser(argparse.ArgumentParser):

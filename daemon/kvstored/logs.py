@@ -50,7 +50,7 @@ def logging_to(
     sink = _Sink(descriptor, prefix=form == "text" and _is_journal(descriptor, environ))
     sink.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     lines: queue.Queue[logging.LogRecord | None] = queue.Queue(_QUEUE_LINES_MAX)
-    handler = _Enqueue(lines)
+    handler = Enqueue(lines)
     handler.addFilter(RepeatLimit())
     writer = threading.Thread(target=_write_lines, args=(lines, sink), name="kvstored-log", daemon=True)
     root = logging.getLogger()
@@ -120,7 +120,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-class _Enqueue(logging.handlers.QueueHandler):
+class Enqueue(logging.handlers.QueueHandler):
     """Formats nothing and waits for nothing; counts what a full queue makes it drop."""
 
     def __init__(self, lines: queue.Queue[logging.LogRecord | None]) -> None:

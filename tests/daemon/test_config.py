@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ def host() -> KnownHost:
 
 
 @pytest.fixture
-def environ(short_dir: Path) -> Iterator[dict[str, str]]:
+def environ(short_dir: Path) -> dict[str, str]:
     (short_dir / "state").mkdir()
-    yield {"XDG_RUNTIME_DIR": str(short_dir), "STATE_DIRECTORY": str(short_dir / "state")}
+    return {"XDG_RUNTIME_DIR": str(short_dir), "STATE_DIRECTORY": str(short_dir / "state")}
 
 
 class Shell:
@@ -40,7 +39,7 @@ class Shell:
         self.environ = environ
         self.directory = directory
 
-    def resolve(self, config: str | None = None, env: dict[str, str] | None = None, **flags: Any) -> Resolution:
+    def resolve(self, config: str | None = None, env: dict[str, str] | None = None, /, **flags: Any) -> Resolution:
         path = None
         if config is not None:
             path = self.directory / "kvstored.toml"
@@ -48,17 +47,17 @@ class Shell:
         written = {key.replace("_", "-"): value for key, value in flags.items()}
         return resolve(written, {**self.environ, **(env or {})}, path, self.host)
 
-    def settings(self, config: str | None = None, env: dict[str, str] | None = None, **flags: Any) -> Settings:
+    def settings(self, config: str | None = None, env: dict[str, str] | None = None, /, **flags: Any) -> Settings:
         resolution = self.resolve(config, env, **flags)
         assert resolution.settings is not None, [str(fault) for fault in resolution.faults]
         return resolution.settings
 
-    def faults(self, config: str | None = None, env: dict[str, str] | None = None, **flags: Any) -> list[str]:
+    def faults(self, config: str | None = None, env: dict[str, str] | None = None, /, **flags: Any) -> list[str]:
         resolution = self.resolve(config, env, **flags)
         assert (resolution.settings is None) == bool(resolution.faults)
         return [str(fault) for fault in resolution.faults]
 
-    def fault(self, config: str | None = None, env: dict[str, str] | None = None, **flags: Any) -> str:
+    def fault(self, config: str | None = None, env: dict[str, str] | None = None, /, **flags: Any) -> str:
         faults = self.faults(config, env, **flags)
         assert len(faults) == 1, faults
         return faults[0]
@@ -89,7 +88,7 @@ def test_flag_goes_before_variable_before_file_before_default(shell: Shell) -> N
 def test_config_file_is_found_by_a_variable(shell: Shell) -> None:
     path = shell.directory / "named.toml"
     path.write_text("io-threads = 7\n")
-    assert shell.settings(env={"KVSTORED_CONFIG": str(path)}).io_threads == 7
+    assert shell.settings(None, {"KVSTORED_CONFIG": str(path)}).io_threads == 7
 
 
 def test_all_faults_are_told_at_once_with_key_value_source_and_fix(shell: Shell) -> None:
@@ -117,7 +116,7 @@ def test_value_that_loses_to_a_flag_is_still_checked(shell: Shell) -> None:
 
 
 def test_variables_that_kubernetes_sets_for_a_service_are_no_settings(shell: Shell) -> None:
-    shell.settings(env={"KVSTORED_SERVICE_HOST": "10.0.0.1", "KVSTORED_PORT": "tcp://x", "KVSTORED_PORT_80_TCP": "y"})
+    shell.settings(None, {"KVSTORED_SERVICE_HOST": "10.0.0.1", "KVSTORED_PORT": "tcp://x", "KVSTORED_PORT_80_TCP": "y"})
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_every_setting_can_be_given_by_flag_variable_and_file(shell: Shell) -> N
     del given["allow-shared-pool-across-tenants"]
     by_flag = shell.settings(**{key.replace("-", "_"): text for key, text in given.items()})
     by_variable = shell.settings(
-        env={option.variable: given[option.key] for option in OPTIONS if option.key in given}
+        None, {option.variable: given[option.key] for option in OPTIONS if option.key in given}
     )
     quoted = "".join(f'{key} = "{text}"\n' for key, text in given.items())
     assert by_flag == by_variable == shell.settings(quoted)
