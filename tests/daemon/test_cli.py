@@ -73,7 +73,7 @@ def small(directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def stand_in(directory: Path, how: str, *arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def stand_in(directory: Path, how: str, *arguments: str, **variables: str) -> Generator[subprocess.Popen[str], None, None]:
     process = subprocess.Popen(
         [sys.executable, "-c", STAND_IN, *small(directory), *arguments, how],
         env=environment(directory, **variables),

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvstored.cgroup import MemoryLimit
 from kvstored.config import Settings, as_toml
-from kvstored.host import Filesystem, MemoryLimit
+from kvstored.host import Filesystem
 from kvstored.options import OPTIONS
 from kvstored.readers import Principals
 from kvstored.resolve import CHUNK_BYTES, OWN_MEMORY_BYTES, Resolution, resolve

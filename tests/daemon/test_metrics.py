@@ -143,10 +143,13 @@ async def get(url: str) -> tuple[int, str]:
 
 def test_metrics_are_served_as_prometheus_wants_them() -> None:
     async def run() -> None:
-        async with served(Daemon()) as url, aiohttp.ClientSession() as session:
-            async with session.get(f"{url}/metrics") as response:
-                assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-                families = {family.name for family in text_string_to_metric_families(await response.text())}
+        async with (
+            served(Daemon()) as url,
+            aiohttp.ClientSession() as session,
+            session.get(f"{url}/metrics") as response,
+        ):
+            assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            families = {family.name for family in text_string_to_metric_families(await response.text())}
         assert "kvstored_tier_used_bytes" in families
 
     asyncio.run(run())
