@@ -1,7 +1,8 @@
 """Is the tier well? Each thing that can fail is a cause with a text, a back-off and a rate-limited warning.
 
-A cause is raised by a failure and cleared by the next success of the same kind of work. While a cause backs off, work of its
-kind is refused at once instead of being tried: a full disk costs one attempt now and then, not one a block.
+A cause is raised by a failure and cleared by the next success of the same kind of work. While a cause backs
+off, work of its kind is refused at once instead of being tried: a full disk costs one attempt now and then,
+not one a block.
 """
 
 from __future__ import annotations

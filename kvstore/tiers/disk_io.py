@@ -1,11 +1,12 @@
 """Blocks between segment files and memory: what the ssd tier's threads do.
 
-Adjacent slots of a segment are one run: one `pwritev` or `preadv` whatever the size of its blocks, so small blocks are
-packed many to an I/O. Bodies move straight between the file and the caller's memory; memory that direct I/O can't use
-(not aligned, or read-only) goes through a bounce buffer. A run that fails is tried again block by block, so that one bad
-block spoils no other.
+Adjacent slots of a segment are one run: one `pwritev` or `preadv` whatever the size of its blocks, so small
+blocks are packed many to an I/O. Bodies move straight between the file and the caller's memory; memory that
+direct I/O can't use (not aligned, or read-only) goes through a bounce buffer. A run that fails is tried again
+block by block, so that one bad block spoils no other.
 
-The functions block, release the GIL in every call that takes long, and return each block's fate instead of raising.
+The functions block, release the GIL in every call that takes long, and return each block's fate instead of
+raising.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class BlockIO:
         return [self._checked(read, *part) for read, part in zip(run, parts, strict=True)]
 
     def _checked(self, read: DiskRead, body: int, tail: memoryview, bounce: memoryview | None) -> OSError | None:
-        if tail[-layout.HEADER_BYTES :] != layout.header(self._directory_id, read.address, read.record):
+        if bytes(tail[-layout.HEADER_BYTES :]) != layout.header(self._directory_id, read.address, read.record):
             return BlockCorrupt(f"the header at {read.address} is not the one of the block expected there")
         if bounce is not None:
             read.destination[:body] = bounce
@@ -187,7 +188,7 @@ class BlockIO:
         return ctypes.addressof(ctypes.c_char.from_buffer(memory)) % self._files.memory_alignment == 0
 
 
-def _runs(blocks: Sequence[DiskWrite] | Sequence[DiskRead]) -> Iterator[range]:
+def _runs(blocks: Sequence[DiskWrite | DiskRead]) -> Iterator[range]:
     """Yield the index ranges of adjacent slots, each short enough for one call."""
     first, first_address, next_address = 0, blocks[0].address, blocks[0].address
     for i, block in enumerate(blocks):

@@ -3,13 +3,15 @@
     | payload, whole sectors            | tail: rest of the payload, zeros, header |
     0                        body_bytes(length)                       slot_bytes(length)
 
-The body goes straight between file and shared memory; the tail, one sector or two, goes through a small buffer of its own
-as a second iovec, so nothing beside the payload is ever read from or written to a client's memory.
+The body goes straight between file and shared memory; the tail, one sector or two, goes through a small
+buffer of its own as a second iovec, so nothing beside the payload is ever read from or written to a client's
+memory.
 
 Invariants
 1. A slot's size is a function of the payload's length alone, and a multiple of SECTOR_BYTES.
-2. A header is a function of the directory, the address and the record: a reader compares it whole, byte by byte, so a block
-   of another directory, address, key, generation or epoch is never taken for the one expected.
+2. A header is a function of the directory, the address and the record: a reader compares it whole, byte by
+   byte, so a block of another directory, address, key, generation or epoch is never taken for the one
+   expected.
 """
 
 from __future__ import annotations

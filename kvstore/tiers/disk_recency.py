@@ -1,7 +1,7 @@
 """The recency file: addresses from coldest to hottest, as of the last checkpoint.
 
-Recency is a hint. A file that is missing, cut off or damaged costs the order and nothing else, and addresses that hold
-another block by now, or none, are harmless: the index alone says what exists.
+Recency is a hint. A file that is missing, cut off or damaged costs the order and nothing else, and addresses
+that hold another block by now, or none, are harmless: the index alone says what exists.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import struct
 import sys
 from array import array
-from operator import itemgetter
 from pathlib import Path
 
 import xxhash
@@ -58,19 +57,7 @@ def in_order(columns: Columns, coldest_first: array[int]) -> Columns:
     row_of = dict(zip(columns.addresses, range(len(columns)), strict=True))
     order = [row for address in coldest_first if (row := row_of.pop(address, None)) is not None]
     order += sorted(row_of.values(), key=columns.generations.__getitem__)
-    if len(order) < 2:
-        return columns
-    pick = itemgetter(*order)
-    return Columns(
-        namespaces=array("I", pick(columns.namespaces)),
-        hashes=list(pick(columns.hashes)),
-        addresses=array("Q", pick(columns.addresses)),
-        lengths=array("I", pick(columns.lengths)),
-        generations=array("Q", pick(columns.generations)),
-        checksums=array("Q", pick(columns.checksums)),
-        epochs=array("Q", pick(columns.epochs)),
-        expiries_s=array("d", pick(columns.expiries_s)),
-    )
+    return columns.select(order)
 
 
 def sync_directory(directory: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from operator import itemgetter
+from typing import Any, Literal
 
 from kvstore.checksum import NOT_COMPUTED
 
@@ -74,6 +76,34 @@ class Columns:
 
     def __len__(self) -> int:
         return len(self.hashes)
+
+    def extend(self, more: Columns) -> None:
+        """Append the rows of other columns."""
+        self.namespaces.extend(more.namespaces)
+        self.hashes.extend(more.hashes)
+        self.addresses.extend(more.addresses)
+        self.lengths.extend(more.lengths)
+        self.generations.extend(more.generations)
+        self.checksums.extend(more.checksums)
+        self.epochs.extend(more.epochs)
+        self.expiries_s.extend(more.expiries_s)
+
+    def select(self, rows: Sequence[int]) -> Columns:
+        """Return some rows, in this order."""
+        if len(rows) < 2:  # itemgetter of one index gives no tuple
+            pick: Callable[[Any], Any] = lambda column: [column[row] for row in rows]  # noqa: E731
+        else:
+            pick = itemgetter(*rows)
+        return Columns(
+            namespaces=array("I", pick(self.namespaces)),
+            hashes=list(pick(self.hashes)),
+            addresses=array("Q", pick(self.addresses)),
+            lengths=array("I", pick(self.lengths)),
+            generations=array("Q", pick(self.generations)),
+            checksums=array("Q", pick(self.checksums)),
+            epochs=array("Q", pick(self.epochs)),
+            expiries_s=array("d", pick(self.expiries_s)),
+        )
 
     def record(self, row: int) -> DiskRecord:
         """Return one row as a record."""

@@ -1,13 +1,14 @@
 """A directory's own clock: seconds that a block's life is counted in, across restarts and reboots.
 
-Theory of operation. Boottime counts exactly, but only under one kernel; wall time survives a reboot, but may be stepped. So
-every index transaction leaves an anchor: the directory's time, beside it the boottime, the wall time and the kernel's boot
-id of that moment. Under the same boot id the time since the anchor is the difference in boottime. After a reboot it is the
-difference in wall time, and at least as long as the new kernel has run. Expiry is stored on this scale: one number a record.
+Theory of operation. Boottime counts exactly, but only under one kernel; wall time survives a reboot, but may
+be stepped. So every index transaction leaves an anchor: the directory's time, beside it the boottime, the
+wall time and the kernel's boot id of that moment. Under the same boot id the time since the anchor is the
+difference in boottime. After a reboot it is the difference in wall time, and at least as long as the new
+kernel has run. Expiry is stored on this scale: one number a record.
 
 Invariants
-1. Directory time never goes back, so no step of the wall clock lengthens the life of a block that was stored before it by
-   more than the time the machine was off. A step forward while the machine is off shortens it.
+1. Directory time never goes back, so no step of the wall clock lengthens the life of a block that was stored
+   before it by more than the time the machine was off. A step forward while the machine is off shortens it.
 2. While one kernel runs, wall time takes no part.
 """
 

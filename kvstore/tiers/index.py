@@ -9,14 +9,19 @@ Database    Key                                   Value
 `pins`      namespace u32 big-endian | hash 32 B  end f64
 `meta`      "format", "directory", "chunk", "clock"   u32, 16 random bytes, u64, an Anchor
 
-Little-endian unless said otherwise. A segment is named by its first chunk, an address counts bytes in the whole slab, times are
-directory times. Key and record together are eleven 8-byte words, so a bulk read falls apart into columns by strides.
+Little-endian unless said otherwise. A segment is named by its first chunk, an address counts bytes in the
+whole slab, times are directory times. Key and record together are eleven 8-byte words, so a bulk read falls
+apart into columns by strides.
 
 Invariants
-1. Every transaction is on disk when `commit` returns: the environment is synchronous, without NOSYNC, MAPASYNC or WRITEMAP.
-2. A transaction is applied whole or not at all. After an error other than IndexFull nobody knows which, until `reopen`.
-3. `data.mdb` is never larger than `map_bytes`, and those bytes are really allocated, so LMDB can't meet a full disk.
-4. All calls come from one thread at a time; nothing else holds a transaction (LMDB's map can't grow under one).
+1. Every transaction is on disk when `commit` returns: the environment is synchronous, without NOSYNC,
+   MAPASYNC or WRITEMAP.
+2. A transaction is applied whole or not at all. After an error other than IndexFull nobody knows which, until
+   `reopen`.
+3. `data.mdb` is never larger than `map_bytes`, and those bytes are really allocated, so LMDB can't meet a
+   full disk.
+4. All calls come from one thread at a time; nothing else holds a transaction (LMDB's map can't grow under
+   one).
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import secrets
 import struct
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +62,8 @@ _ROW_HASH = struct.Struct(f"16x32s{_ROW_BYTES - 48}x")
 _EXPIRY_AT = RECORD_BYTES - 8
 assert _ROW_BYTES % 8 == 0
 
+SegmentRows = tuple[int, int, int]  # segment, first row, end row
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentShape:
@@ -64,6 +71,9 @@ class SegmentShape:
 
     slot_bytes: int
     span: int
+
+    def slots(self, chunk_bytes: int) -> int:
+        return self.span * chunk_bytes // self.slot_bytes
 
 
 class _NamespaceRow(msgspec.Struct, array_like=True):
@@ -195,10 +205,10 @@ class Index:
                 shapes[_unpack(_WORD, key)[0]] = SegmentShape(slot_bytes, span)
         return shapes
 
-    def load_columns(self, segments: Sequence[int]) -> Iterator[tuple[list[tuple[int, int, int]], Columns]]:
+    def load_columns(self, segments: Sequence[int]) -> Iterator[tuple[list[SegmentRows], Columns]]:
         """Yield the records of ascending `segments` as columns, a few hundred thousand rows at a time.
 
-        With each come the rows of each segment: (segment, first row, end row). `expiries_s` is in directory time.
+        With them comes which rows belong to which segment. `expiries_s` is in directory time.
         """
         with self._reading() as txn:
             cursor = txn.cursor(self._blocks)
@@ -320,7 +330,7 @@ class Index:
             os.close(fd)
 
     @contextmanager
-    def _reading(self) -> Iterator[lmdb.Transaction[bytes]]:
+    def _reading(self) -> Generator[lmdb.Transaction[bytes]]:
         with _mapped_errors(self._path), self._env.begin() as txn:
             yield txn
 
@@ -375,7 +385,7 @@ def _unpack(layout: struct.Struct, raw: bytes) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _mapped_errors(path: Path) -> Iterator[None]:
+def _mapped_errors(path: Path) -> Generator[None]:
     """Let LMDB's and the system's errors out as this project's."""
     try:
         yield

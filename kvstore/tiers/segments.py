@@ -1,7 +1,8 @@
 """Segment files: one preallocated file a segment, opened as they are needed, O_DIRECT where the file system can.
 
-A segment is a region of the slab: slots of one size, `slots * slot_bytes` bytes, at offset 0. Its file is named by its first
-chunk. Methods do blocking I/O and are called from the tier's threads; several may use a segment at the same time.
+A segment is a region of the slab: slots of one size, `slots * slot_bytes` bytes, at offset 0. Its file is
+named by its first chunk. Methods do blocking I/O and are called from the tier's threads; several may use a
+segment at the same time.
 
 Invariants
 1. A descriptor is never closed while a thread uses it, so no write can reach a file that reused its number.
@@ -16,7 +17,7 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,7 @@ class SegmentFiles:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     @contextmanager
-    def opened(self, segment: int) -> Iterator[int]:
+    def opened(self, segment: int) -> Generator[int]:
         """Lend the segment's descriptor."""
         with self._lock:
             entry = self._open.pop(segment, None)
