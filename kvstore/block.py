@@ -289,8 +289,7 @@ def _encode(value: Any) -> bytes:
     if isinstance(value, int) and not isinstance(value, bool):
         return b"i" + struct.pack("<q", value)
     if isinstance(value, (list, tuple)):
-        items = cast("list[Any]", value)
-        return b"l" + struct.pack("<I", len(items)) + b"".join(map(_encode, items))
+        return b"l" + struct.pack("<I", len(value)) + b"".join(map(_encode, value))
     raise BadNamespace(f"a namespace holds text, bytes, integers and lists, not {type(value).__name__}")
 
 

@@ -42,7 +42,7 @@ class Tenancy:
     slot_bytes: int
     lanes: dict[Tier, int]
     siblings: list[Tenancy]  # all slices of its group, itself included: evicted together
-    epoch: int = 1
+    epoch: int = 0
     ttl_s: float = 0.0
     disk_number: int | None = None  # what the ssd tier knows it by
     rows: dict[bytes, int] = field(default_factory=dict[bytes, int])
@@ -287,6 +287,9 @@ class Catalog:
                 if residency & (1 << tier):
                     policy.use(row, now)
                     break
+
+    def slot_bytes(self, row: int) -> int:
+        return self.tenancies[self.table.namespace[row]].slot_bytes
 
     def is_visible(self, row: int) -> bool:
         block_hash = self.table.hash[row]

@@ -12,12 +12,34 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from kvstore.catalog import Catalog
 from kvstore.errors import TooLarge, TooManyLeases
+
+
+class Holds(Protocol):
+    """What leases ask of the catalog."""
+
+    def hold(self, row: int) -> None: ...
+
+    def unhold(self, row: int) -> None: ...
+
+    def slot_bytes(self, row: int) -> int: ...
+
+
+class WriteWindow(Protocol):
+    """Strict mode: memory of its own that a client writes to, and the daemon copies from at seal."""
+
+    @property
+    def address(self) -> int: ...
+
+    def allocate(self, slot_bytes: int) -> int | None: ...
+
+    def free(self, offset: int) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +53,7 @@ class Session:
     leases: set[int] = field(default_factory=set[int])
     tickets: set[int] = field(default_factory=set[int])
     quarantined_bytes: int = 0
+    arena: WriteWindow | None = None  # strict mode: where this client writes
     over: bool = False
 
 
@@ -48,7 +71,7 @@ class Lease:
 class Leases:
     """All leases of a store. Times are CLOCK_MONOTONIC seconds."""
 
-    def __init__(self, catalog: Catalog, pinned_bytes_max: int) -> None:
+    def __init__(self, catalog: Holds, pinned_bytes_max: int) -> None:
         self.pinned_bytes = 0
         self.pinned_bytes_max = pinned_bytes_max
         self._catalog = catalog
@@ -56,6 +79,7 @@ class Leases:
         self._pins: dict[int, int] = {}  # row -> leases on it
         self._ends: list[tuple[float, int]] = []
         self._next_token = 1
+        self._released = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -70,11 +94,15 @@ class Leases:
         TooManyLeases
             Others pin too much now.
         """
-        self.check_room(rows)
+        self.check_ever(rows)
+        if self.pinned_bytes + self._fresh_bytes(rows) > self.pinned_bytes_max:
+            raise TooManyLeases(
+                f"leases pin {self.pinned_bytes} bytes and may pin {self.pinned_bytes_max}; release some and try again"
+            )
         for row in rows:
             pins = self._pins.get(row, 0)
             if not pins:
-                self.pinned_bytes += self._size(row)
+                self.pinned_bytes += self._catalog.slot_bytes(row)
             self._pins[row] = pins + 1
             self._catalog.hold(row)
         lease = Lease(self._next_token, session, rows, ends_s, copying)
@@ -84,20 +112,14 @@ class Leases:
         heapq.heappush(self._ends, (ends_s, lease.token))
         return lease
 
-    def check_room(self, rows: Sequence[int]) -> None:
-        """Raise TooLarge or TooManyLeases unless `grant` would succeed now."""
-        fresh = sum(self._size(row) for row in set(rows) if row not in self._pins)
-        if self.pinned_bytes + fresh <= self.pinned_bytes_max:
-            return
-        wanted = sum(self._size(row) for row in set(rows))
+    def check_ever(self, rows: Sequence[int]) -> None:
+        """Raise TooLarge if a lease on these rows could not be granted even with no other lease around."""
+        wanted = sum(map(self._catalog.slot_bytes, set(rows)))
         if wanted > self.pinned_bytes_max:
             raise TooLarge(
                 f"a lease on {wanted} bytes can never be granted: leases may pin {self.pinned_bytes_max} bytes of the "
                 "cpu tier; acquire fewer blocks at once, fetch copies of them, or raise --cpu-size"
             )
-        raise TooManyLeases(
-            f"leases pin {self.pinned_bytes} bytes and may pin {self.pinned_bytes_max}; release some and try again"
-        )
 
     def room_bytes(self) -> int:
         """Return how many more bytes leases may pin now."""
@@ -116,6 +138,14 @@ class Leases:
         for token in list(session.leases):
             if gone:
                 self._end(self._leases[token])
+
+    async def released(self, timeout_s: float) -> None:
+        """Return when a lease has ended, or after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._released.wait()
+        except TimeoutError:
+            pass
 
     def expire(self, now_s: float) -> None:
         """End the copying leases whose time is over."""
@@ -136,9 +166,11 @@ class Leases:
             assert lease.token in lease.session.leases
             for row in lease.rows:
                 pins[row] = pins.get(row, 0) + 1
-                assert self._catalog.table.holds[row] > 0
         assert pins == self._pins
-        assert self.pinned_bytes == sum(map(self._size, pins))
+        assert self.pinned_bytes == sum(map(self._catalog.slot_bytes, pins))
+
+    def _fresh_bytes(self, rows: Sequence[int]) -> int:
+        return sum(self._catalog.slot_bytes(row) for row in set(rows) if row not in self._pins)
 
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.token]
@@ -149,11 +181,7 @@ class Leases:
                 self._pins[row] = pins
             else:
                 del self._pins[row]
-                self.pinned_bytes -= self._size(row)
+                self.pinned_bytes -= self._catalog.slot_bytes(row)
             self._catalog.unhold(row)
-
-    def _size(self, row: int) -> int:
-        catalog = self._catalog
-        return catalog.tenancies[catalog.table.namespace[row]].slot_bytes
-
-
+        self._released.set()
+        self._released = asyncio.Event()

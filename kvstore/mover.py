@@ -16,21 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from kvstore.catalog import Catalog, Tenancy
-from kvstore.checksum import NOT_COMPUTED, checksum
 from kvstore.counters import Cause
 from kvstore.errors import KVStoreError
 from kvstore.lifecycle import Copy
 from kvstore.room import Room
 from kvstore.table import Tier
-from kvstore.tiers.disk import DiskRead, DiskTier, DiskWrite
-from kvstore.tiers.disk_records import DiskRecord
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk_records import DiskRead, DiskRecord, DiskWrite
 from kvstore.tiers.memory import MemoryTier
 from kvstore.victims import Victims
 from kvstore.wire import Outcome
@@ -43,8 +41,6 @@ _ROOM_ROUNDS = 20
 _ROOM_ROUND_S = 0.25
 _DELETE_PAUSE_S = 0.05
 _DELETES_MAX = 4096
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +56,7 @@ class Mover:
     """See the module's docstring. `run` must be running for anything to be written or deleted."""
 
     def __init__(
-        self, catalog: Catalog, memory: MemoryTier, room: Room, disk: DiskTier, *, queue_bytes_max: int
+        self, catalog: Catalog, memory: MemoryTier, room: Room, disk: DiskTier, *, capacity_bytes: int, queue_bytes_max: int
     ) -> None:
         self.queued_bytes = 0
         self.load_bytes_in_flight = 0
@@ -69,6 +65,7 @@ class Mover:
         self._memory = memory
         self._room = room
         self._disk = disk
+        self._capacity_bytes = capacity_bytes
         self._queue_bytes_max = queue_bytes_max
         self._queue: deque[tuple[int, int]] = deque()  # row and generation
         self._queued: dict[int, int] = {}  # row -> its size in `queued_bytes`
@@ -184,24 +181,24 @@ class Mover:
     async def _write(self, batch: list[tuple[int, int]]) -> None:
         table = self._catalog.table
         writes: list[DiskWrite] = []
+        outcomes = [Outcome.NOT_DURABLE] * len(batch)
+        sizes: set[int] = set()
         try:
             for tenancy in {self._tenancy(row).number: self._tenancy(row) for row, _ in batch}.values():
                 await self.register(tenancy)
-            await self._checksum([row for row, _ in batch])
-            for row, address in batch:
-                tenancy = self._tenancy(row)
-                writes.append(DiskWrite(address, self._record(row), self._payload(row, tenancy)))
+            writes = [DiskWrite(address, self._record(row), self._payload(row)) for row, address in batch]
             outcomes = await self._disk.write(writes)
         except KVStoreError:
-            outcomes = [Outcome.NOT_DURABLE] * len(batch)
+            if not writes:
+                for _, address in batch:
+                    self._disk.release(address)
         finally:
-            for write in writes:
-                write.payload.release()
             self._writing -= 1
             self._writes.release()
-        for (row, address), outcome in zip(batch, outcomes, strict=True):
-            durable = outcome is Outcome.DURABLE
+        for at, (row, address) in enumerate(batch):
+            durable = outcomes[at] is Outcome.DURABLE
             if durable:
+                table.checksum[row] = writes[at].record.checksum
                 self._disk.set_owner(address, row)
                 self._catalog.counters[Tier.SSD].demotions += 1
                 self._catalog.counters[Tier.SSD].bytes_in += self._tenancy(row).block_bytes
@@ -210,23 +207,16 @@ class Mover:
                 self._catalog.fail(row, Tier.SSD)
                 self._catalog.counters[Tier.SSD].demotions_dropped += 1
             self._tell_durable(row, durable and table.state[Tier.SSD][row] == Copy.READY)
+            slot_bytes = self._size(row)
             self._catalog.unhold(row)
+            sizes.add(slot_bytes)
+        for slot_bytes in sizes:
+            self.free_ahead(slot_bytes)
         self._signal()
-
-    async def _checksum(self, rows: list[int]) -> None:
-        """Compute the checksums that are still missing, in a thread: the bytes of sealed blocks don't change."""
-        table = self._catalog.table
-        missing = [row for row in rows if table.checksum[row] == NOT_COMPUTED]
-        views = [self._payload(row, self._tenancy(row)) for row in missing]
-        if views:
-            sums = await run_to_end(None, lambda: [checksum(view) for view in views])
-            for row, view, value in zip(missing, views, sums, strict=True):
-                table.checksum[row] = value
-                view.release()
 
     def _give_up(self, row: int, address: int | None) -> None:
         if address is not None:
-            self._disk.give_back(address)
+            self._disk.release(address)
         self._catalog.counters[Tier.SSD].demotions_dropped += 1
         self._tell_durable(row, False)
 
@@ -274,7 +264,7 @@ class Mover:
         self._work_deletes.set()
 
     def _free_ahead_slots(self, slot_bytes: int) -> int:
-        total = self._disk.slab.chunks_max * self._disk.slab.chunk_bytes // slot_bytes
+        total = self._capacity_bytes // slot_bytes
         return max(1, min(total // _FREE_AHEAD_SHARE, 2 * _BATCH_BYTES // slot_bytes))
 
     async def _delete_forever(self) -> None:
@@ -374,8 +364,6 @@ class Mover:
         except KVStoreError:
             pass  # the outcomes say UNAVAILABLE
         finally:
-            for read in reads:
-                read.destination.release()
             self.load_bytes_in_flight -= size_bytes
             for load, outcome in zip(loads, outcomes, strict=True):
                 self._loaded(load, outcome)
@@ -405,14 +393,26 @@ class Mover:
             load.outcome.set_result(outcome)
         self._catalog.unhold(row)
 
+    async def verify(self, rows: Sequence[int]) -> set[int]:
+        """Return those of these blocks, which the caller holds, whose bytes on ssd are not what was written."""
+        bad: set[int] = set()
+        for row in rows:
+            scratch = memoryview(mmap.mmap(-1, self._size(row)))  # page-aligned, as O_DIRECT wants it
+            destination = scratch[: self._tenancy(row).block_bytes]
+            address = self._catalog.table.slot[Tier.SSD][row]
+            outcomes = await self._disk.read([DiskRead(address, self._record(row), destination)])
+            if outcomes[0] is not Outcome.HIT:
+                bad.add(row)
+        return bad
+
     # ---- small things
 
     async def register(self, tenancy: Tenancy) -> int:
         """Return the number the ssd tier knows a namespace by; durable there before this returns."""
         if tenancy.disk_number is None:
-            number = await self._disk.add_namespace(
-                tenancy.tenant, tenancy.namespace.encode(), epoch=tenancy.epoch, ttl_s=tenancy.ttl_s
-            )
+            number = await self._disk.add_namespace(tenancy.tenant, tenancy.namespace.encode(), tenancy.ttl_s)
+            if tenancy.epoch:
+                await self._disk.set_epoch(number, tenancy.epoch)
             tenancy.disk_number = number
         return tenancy.disk_number
 
@@ -430,8 +430,8 @@ class Mover:
             expires_s=table.expires_s[row],
         )
 
-    def _payload(self, row: int, tenancy: Tenancy) -> memoryview:
-        return self._memory.view(self._catalog.table.slot[Tier.CPU][row], tenancy.block_bytes)
+    def _payload(self, row: int) -> memoryview:
+        return self._memory.view(self._catalog.table.slot[Tier.CPU][row], self._tenancy(row).block_bytes)
 
     def _tenancy(self, row: int) -> Tenancy:
         return self._catalog.tenancies[self._catalog.table.namespace[row]]
@@ -443,13 +443,3 @@ class Mover:
         """Wake everybody who waits for room or progress."""
         self._progress.set()
         self._progress = asyncio.Event()
-
-
-async def run_to_end(executor: Executor | None, function: Callable[[], T]) -> T:
-    """Return `function()`, run in a thread. Cancelled, it still waits for the thread: its buffers are in use until then."""
-    future = asyncio.get_running_loop().run_in_executor(executor, function)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])
-        raise

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from kvstore.catalog import Catalog, Tenancy
 from kvstore.checksum import NOT_COMPUTED
 from kvstore.errors import LeaseExpired
-from kvstore.lease import Session
+from kvstore.lease import Session, WriteWindow
 from kvstore.lifecycle import Put, PutEvent, next_put
 from kvstore.room import Room
 from kvstore.table import Tier
@@ -41,6 +41,7 @@ class Ticket:
     states: bytearray
     offsets: list[int]
     ends_s: float
+    arena: WriteWindow | None  # strict mode: `offsets` lie there, not in the pool
 
     def positions(self, *states: Put) -> list[int]:
         return [position for position, state in enumerate(self.states) if state in states]
@@ -73,10 +74,19 @@ class SealResult:
 
 
 class Puts:
-    """All tickets of a store. Times are CLOCK_MONOTONIC seconds."""
+    """All tickets of a store. Times are CLOCK_MONOTONIC seconds. `note_use` is told of blocks that were present."""
 
-    def __init__(self, catalog: Catalog, memory: MemoryTier, room: Room, limits: PutLimits) -> None:
-        self.reserved_bytes = 0
+    def __init__(
+        self,
+        catalog: Catalog,
+        memory: MemoryTier,
+        room: Room,
+        limits: PutLimits,
+        note_use: Callable[[Sequence[int]], None],
+    ) -> None:
+        self._note_use = note_use
+        self.reserved_bytes = 0  # of the pool: open puts, and copies being made in strict mode
+        self.copying_bytes = 0
         self.quarantined_bytes = 0
         self.quarantined_slots = 0
         self.limits = limits
@@ -92,14 +102,19 @@ class Puts:
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def reserve(self, session: Session, tenancy: Tenancy, hashes: Sequence[bytes], now_s: float) -> tuple[Ticket, bytes]:
-        """Return a ticket and an outcome a hash: GRANTED, PRESENT, BUSY or NO_ROOM. A repeated hash is BUSY."""
+    def reserve(
+        self, session: Session, tenancy: Tenancy, hashes: Sequence[bytes], now_s: float, *, pool: bool = False
+    ) -> tuple[Ticket, bytes]:
+        """Return a ticket and an outcome a hash: GRANTED, PRESENT, BUSY or NO_ROOM. A repeated hash is BUSY.
+
+        `pool`: take slots of the pool even if the session has a write window; the daemon itself writes them.
+        """
         outcomes = bytearray(len(hashes))
         states = bytearray(len(hashes))
         offsets = [0] * len(hashes)
         ticket = Ticket(
             self._next_token, session, tenancy, tenancy.epoch, hashes, states, offsets,
-            now_s + self.limits.reservation_s,
+            now_s + self.limits.reservation_s, None if pool else session.arena,
         )  # fmt: skip
         self._next_token += 1
         counters, number, slot_bytes = tenancy.counters, tenancy.number, tenancy.slot_bytes
@@ -116,7 +131,7 @@ class Puts:
                 outcomes[position] = Outcome.BUSY
                 counters.busy_blocks += 1
                 continue
-            offset = self._room.take(tenancy) if self._may_grow(session, slot_bytes) else None
+            offset = self._take(ticket, tenancy)
             if offset is None:
                 outcomes[position] = Outcome.NO_ROOM
                 continue
@@ -124,9 +139,10 @@ class Puts:
             offsets[position] = offset
             outcomes[position] = Outcome.GRANTED
             self._writing[number, block_hash] = (ticket, position)
-            self.reserved_bytes += slot_bytes
+            if ticket.arena is None:
+                self.reserved_bytes += slot_bytes
             granted += 1
-        self._catalog.use(reversed(used))
+        self._note_use(used[::-1])
         if granted:
             self._tickets[ticket.token] = ticket
             session.tickets.add(ticket.token)
@@ -151,7 +167,8 @@ class Puts:
     ) -> SealResult:
         """Make the positions `which` (None: all open ones) visible.
 
-        `slots` are their offsets in the pool where they differ from the ticket's (strict mode copies to fresh ones).
+        `slots` are slots in the pool that hold copies of them, parallel to `which`, in strict mode; whatever is not
+        sealed of them is freed.
         """
         tenancy = ticket.tenancy
         positions = ticket.positions(Put.OPEN) if which is None else which
@@ -161,17 +178,22 @@ class Puts:
             state = ticket.states[position] if position < len(ticket.states) else Put.FREE
             if state != Put.OPEN or dropped:
                 result.outcomes[at] = Outcome.REFUSED
-                if state in (Put.OPEN, Put.OVERDUE):
-                    self._give_back(ticket, position)
+                self._decline(ticket, position, slots, at)
                 continue
             block_hash, offset = ticket.hashes[position], ticket.offsets[position]
             if self._catalog.find(tenancy, block_hash) is not None:
                 result.outcomes[at] = Outcome.PRESENT
-                self._give_back(ticket, position)
+                self._decline(ticket, position, slots, at)
                 continue
             ticket.states[position] = next_put(state, PutEvent.SEAL)
             del self._writing[tenancy.number, block_hash]
-            self.reserved_bytes -= tenancy.slot_bytes
+            if ticket.arena is None:
+                self.reserved_bytes -= tenancy.slot_bytes
+            elif slots is not None:
+                ticket.arena.free(offset)
+                offset = slots[at]
+                self.reserved_bytes -= tenancy.slot_bytes
+                self.copying_bytes -= tenancy.slot_bytes
             checksum = checksums[at] if checksums else NOT_COMPUTED
             row = self._catalog.adopt(tenancy, block_hash, offset, checksum, tenancy.ttl_s if ttl_s is None else ttl_s)
             self._memory.set_owner(offset, row)
@@ -256,9 +278,11 @@ class Puts:
             assert ticket.token in ticket.session.tickets
             for position in ticket.positions(Put.OPEN):
                 assert self._writing[ticket.tenancy.number, ticket.hashes[position]] == (ticket, position)
-                reserved += ticket.tenancy.slot_bytes
-            quarantined += len(ticket.positions(Put.OVERDUE)) * ticket.tenancy.slot_bytes
-        assert reserved == self.reserved_bytes and quarantined == self.quarantined_bytes
+            charged = ticket.tenancy.slot_bytes if ticket.arena is None else 0
+            reserved += len(ticket.positions(Put.OPEN)) * charged
+            quarantined += len(ticket.positions(Put.OVERDUE)) * charged
+        assert reserved + self.copying_bytes == self.reserved_bytes
+        assert quarantined == self.quarantined_bytes
         assert sum(len(t.positions(Put.OPEN)) for t in self._tickets.values()) == len(self._writing)
 
     # ---- the inside
@@ -269,21 +293,46 @@ class Puts:
             and session.quarantined_bytes + slot_bytes <= self.limits.session_bytes
         )
 
+    def _take(self, ticket: Ticket, tenancy: Tenancy) -> int | None:
+        if ticket.arena is not None:
+            return ticket.arena.allocate(tenancy.slot_bytes)
+        return self._room.take(tenancy) if self._may_grow(ticket.session, tenancy.slot_bytes) else None
+
+    def take_for_copy(self, tenancy: Tenancy) -> int | None:
+        """Return a slot of the pool for the daemon's own copy in strict mode; `seal` or `free_copy` must follow."""
+        offset = self._room.take(tenancy)
+        if offset is not None:
+            self.reserved_bytes += tenancy.slot_bytes
+            self.copying_bytes += tenancy.slot_bytes
+        return offset
+
+    def free_copy(self, tenancy: Tenancy, offset: int) -> None:
+        """Undo `take_for_copy`."""
+        self.reserved_bytes -= tenancy.slot_bytes
+        self.copying_bytes -= tenancy.slot_bytes
+        self._memory.free(offset)
+
+    def _decline(self, ticket: Ticket, position: int, slots: Sequence[int] | None, at: int) -> None:
+        if position < len(ticket.states) and ticket.states[position] in (Put.OPEN, Put.OVERDUE):
+            self._give_back(ticket, position)
+        if slots is not None:
+            self.free_copy(ticket.tenancy, slots[at])
+
     def _give_back(self, ticket: Ticket, position: int) -> None:
         """The writer is done with this slot and it holds nothing: free it."""
-        slot_bytes = ticket.tenancy.slot_bytes
+        charged = ticket.tenancy.slot_bytes if ticket.arena is None else 0
         if ticket.states[position] == Put.OPEN:
             ticket.states[position] = next_put(Put.OPEN, PutEvent.FORFEIT)
             del self._writing[ticket.tenancy.number, ticket.hashes[position]]
-            self.reserved_bytes -= slot_bytes
+            self.reserved_bytes -= charged
             if ticket.hashes[position] not in ticket.tenancy.rows:
                 self.abort(ticket.tenancy, (ticket.hashes[position],))
         else:
             ticket.states[position] = next_put(ticket.states[position], PutEvent.ACKNOWLEDGE)
-            self.quarantined_bytes -= slot_bytes
+            self.quarantined_bytes -= charged
             self.quarantined_slots -= 1
-            ticket.session.quarantined_bytes -= slot_bytes
-        self._memory.free(ticket.offsets[position])
+            ticket.session.quarantined_bytes -= charged
+        (ticket.arena or self._memory).free(ticket.offsets[position])
 
     def _expire(self, ticket: Ticket) -> None:
         for position in ticket.positions(Put.OPEN):
@@ -292,12 +341,12 @@ class Puts:
             self.abort(ticket.tenancy, (ticket.hashes[position],))
 
     def _to_quarantine(self, ticket: Ticket, position: int) -> None:
-        slot_bytes = ticket.tenancy.slot_bytes
+        charged = ticket.tenancy.slot_bytes if ticket.arena is None else 0
         ticket.states[position] = next_put(ticket.states[position], PutEvent.EXPIRE)
-        self.reserved_bytes -= slot_bytes
-        self.quarantined_bytes += slot_bytes
+        self.reserved_bytes -= charged
+        self.quarantined_bytes += charged
         self.quarantined_slots += 1
-        ticket.session.quarantined_bytes += slot_bytes
+        ticket.session.quarantined_bytes += charged
 
     def _finish(self, ticket: Ticket) -> None:
         if not ticket.positions(Put.OPEN, Put.OVERDUE):

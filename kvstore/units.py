@@ -18,7 +18,7 @@ from kvstore.errors import BadSetting
 SIZE_BYTES_MAX = (1 << 63) - 1
 DURATION_S_MAX = 1e9
 
-_NUMBER = r"\d+(?:\.\d+)?|\.\d+"
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
 _SIZE = re.compile(rf"({_NUMBER})\s*([A-Za-z]*)")
 _DURATION_PART = re.compile(rf"({_NUMBER})\s*(ms|us|[dhms])\s*", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 
@@ -427,12 +427,12 @@ def encode(message: Message) -> bytearray:
 
 def decode_request(body: bytes | bytearray | memoryview) -> Request:
     """Return the request in a frame's body."""
-    return _decode(_request_decoder, body)
+    return cast("Request", _decode(_request_decoder, body))
 
 
 def decode_reply(body: bytes | bytearray | memoryview) -> Reply:
     """Return the reply in a frame's body."""
-    return _decode(_reply_decoder, body)
+    return cast("Reply", _decode(_reply_decoder, body))
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | bytearray | memoryview) -> Any:
@@ -476,3 +476,7 @@ class FrameBuffer:
     @property
     def buffered_bytes(self) -> int:
         return len(self._pending)
+
+    def rest(self) -> bytes:
+        """Return what is buffered of a frame that is not complete, for another buffer to go on with."""
+        return bytes(self._pending)

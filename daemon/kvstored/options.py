@@ -52,7 +52,7 @@ OPTIONS = (
         default_text="25 % of MemAvailable, or what the control group leaves if that is less",
     ),
     Option(
-        "ssd-size", "SIZE", size(16 << 20), "hard cap on disk for blocks, index and temporary files together",
+        "ssd-size", "SIZE", size(8 << 20), "hard cap on disk for blocks, index and temporary files together",
         default_text="10 % of the filesystem, or half of what is free if that is less",
     ),
     Option(

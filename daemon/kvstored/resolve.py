@@ -29,7 +29,9 @@ from kvstored.sources import Fault, Given, gather
 
 CHUNK_BYTES = 2 << 20
 CPU_SIZE_BYTES_MIN = 4 << 20
-SSD_SIZE_BYTES_MIN = 16 << 20
+SSD_SIZE_BYTES_MIN = 8 << 20
+# Segment files and the index of a large tier may each grow to about this.
+SSD_FILE_BYTES_MAX = 1 << 30
 # What the interpreter, the libraries and the catalog of a modest store take beside the pool.
 OWN_MEMORY_BYTES = 64 << 20
 
@@ -230,13 +232,16 @@ class _Resolver:
                     f"{describe_size(limit.room_bytes)} free: {remedy}",
                 )
         if file_limit is not None and size_bytes > file_limit:
-            self._fault(
-                "cpu-size",
-                f"{describe_size(size_bytes)} are needed, but RLIMIT_FSIZE (ulimit -f) allows "
-                f"{describe_size(file_limit)} a file, shared memory included: give --cpu-size {file_limit} or less, "
-                "or raise it (ulimit -f unlimited, LimitFSIZE=infinity of systemd)",
-            )
+            self._file_limit_fault("cpu-size", size_bytes, file_limit, "a file, shared memory included")
         return size_bytes
+
+    def _file_limit_fault(self, key: str, needed_bytes: int, file_limit: int, what: str) -> None:
+        self._fault(
+            key,
+            f"{describe_size(needed_bytes)} are needed, but RLIMIT_FSIZE (ulimit -f) allows "
+            f"{describe_size(file_limit)} {what}: give --{key} {file_limit} or less, "
+            "or raise it (ulimit -f unlimited, LimitFSIZE=infinity of systemd)",
+        )
 
     def _ssd_size(self, directory: Path) -> int:
         filesystem = self._filesystem(directory)
@@ -254,6 +259,9 @@ class _Resolver:
                 f"({describe_size(filesystem.total_bytes)}) has room for {describe_size(room_bytes)}: "
                 f"give --ssd-size {room_bytes * 9 // 10} or less, free space, or choose another --ssd-dir",
             )
+        file_limit = self.host.file_size_limit_bytes()
+        if file_limit is not None and min(size_bytes, SSD_FILE_BYTES_MAX) > file_limit:
+            self._file_limit_fault("ssd-size", min(size_bytes, SSD_FILE_BYTES_MAX), file_limit, "a file")
         return size_bytes
 
     # ---- settings that depend on each other

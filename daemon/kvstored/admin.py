@@ -1,0 +1,357 @@
+"""The operators' verbs. What changes something needs the admin role; looking needs none.
+
+Invariants
+1. A verb that makes something invisible has made it durably so when it is answered.
+2. Work over many blocks gives the loop back between portions.
+3. Operators' pins keep at most a quarter of each tier; they have an end, and survive restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstore import wire
+from kvstore.catalog import Tenancy
+from kvstore.checksum import NOT_COMPUTED, checksum
+from kvstore.counters import Cause
+from kvstore.errors import BadNamespace, NotPermitted, TooManyLeases, UsageError
+from kvstore.store import Store, in_thread
+from kvstore.table import Tier
+from kvstore.tiers.disk_records import DiskPin
+from kvstore.wire import Outcome
+from kvstored import dump, reports
+from kvstored.config import Settings
+
+if TYPE_CHECKING:
+    from kvstored.connection import Connection
+    from kvstored.service import Service
+
+_PORTION = 1000
+_PIN_SHARE = 4
+
+Answer = wire.Message | Awaitable[wire.Message] | None
+
+
+class Admin:
+    """Answers operators."""
+
+    def __init__(self, settings: Settings, store: Store, service: Service) -> None:
+        self._settings = settings
+        self._store = store
+        self._service = service
+        self._looking: dict[type[wire.Message], Callable[[Connection, Any], Answer]] = {
+            wire.Stats: lambda connection, request: wire.Report(request.id, self.stats()),
+            wire.Status: self._status,
+            wire.Keys: self._keys,
+        }
+        self._changing: dict[type[wire.Message], Callable[[Connection, Any], Answer]] = {
+            wire.Pin: self._pin,
+            wire.Unpin: self._unpin,
+            wire.Ttl: self._ttl,
+            wire.DropNamespace: self._drop_namespace,
+            wire.DropBlocks: self._drop_blocks,
+            wire.Evict: self._evict,
+            wire.Check: self._check,
+            wire.Gc: self._gc,
+            wire.Drain: self._drain,
+            wire.Dump: self._dump,
+            wire.Load: self._load,
+        }
+
+    def answer(self, connection: Connection, request: wire.Request) -> Answer:
+        """Return the reply to an operator's request."""
+        verb = self._looking.get(type(request))
+        if verb is not None:
+            return verb(connection, request)
+        verb = self._changing.get(type(request))
+        if verb is None:
+            raise UsageError(f"{type(request).__name__} is no request of this protocol")
+        if not connection.peer.admin:
+            raise NotPermitted(
+                f"{type(request).__name__} needs the admin role, and uid {connection.peer.uid} has none: run it as a "
+                "user that the setting `admin` names"
+            )
+        return verb(connection, request)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the stats report."""
+        return reports.stats(self._settings, self._store, self._service)
+
+    # ---- looking
+
+    def _status(self, connection: Connection, request: wire.Status) -> Answer:
+        body = reports.status(self._settings, self._store, self._service, role=connection.peer.role)
+        return wire.Report(request.id, body)
+
+    def _keys(self, connection: Connection, request: wire.Keys) -> Answer:
+        rows: list[int] = []
+        total = 0
+        for tenancy in self._visible_to(connection, request.namespace):
+            total += len(tenancy.rows)
+            if request.hashes:
+                rows += [row for h in request.hashes if (row := tenancy.rows.get(h)) is not None]
+            else:
+                rows += list(tenancy.rows.values())
+        if not request.hashes:
+            rows = rows[request.offset : request.offset + min(request.limit, wire.KEYS_MAX)]
+        return wire.Report(request.id, {"total": total, "blocks": [reports.block(self._store, row) for row in rows]})
+
+    # ---- blocks
+
+    def _pin(self, connection: Connection, request: wire.Pin) -> Answer:
+        return self._pinned(request)
+
+    async def _pinned(self, request: wire.Pin) -> wire.Message:
+        catalog, store = self._store.catalog, self._store
+        found = self._rows(request.namespace, request.hashes)
+        fresh = {row for _, row in found if row is not None and row not in catalog.pinned}
+        for tier, limit in self._pin_limits().items():
+            kept = [row for row in (*catalog.pinned, *fresh) if catalog.table.residency[row] & tier.bit]
+            size_bytes = sum(map(catalog.slot_bytes, kept))
+            if size_bytes > limit:
+                raise TooManyLeases(
+                    f"pins would keep {size_bytes} bytes of the {tier.label} tier and may keep {limit}: unpin others, "
+                    "or pin less"
+                )
+        ends_s = store.clock.boottime_s() + request.for_s
+        for tenancy, row in found:
+            block_hash = None if row is None else catalog.table.hash[row]
+            if row is not None and block_hash is not None:
+                catalog.pinned[row] = ends_s
+                if store.disk is not None and store.mover is not None:
+                    number = await store.mover.register(tenancy)
+                    await store.disk.put_pins([DiskPin(number, block_hash, ends_s)])
+        return self._done(request, found)
+
+    def _unpin(self, connection: Connection, request: wire.Unpin) -> Answer:
+        return self._unpinned(request)
+
+    async def _unpinned(self, request: wire.Unpin) -> wire.Message:
+        catalog, store = self._store.catalog, self._store
+        found = self._rows(request.namespace, request.hashes)
+        for tenancy, row in found:
+            block_hash = None if row is None else catalog.table.hash[row]
+            if row is not None and block_hash is not None:
+                catalog.pinned.pop(row, None)
+                if store.disk is not None and tenancy.disk_number is not None:
+                    await store.disk.delete_pins([(tenancy.disk_number, block_hash)])
+        return self._done(request, found)
+
+    def _ttl(self, connection: Connection, request: wire.Ttl) -> Answer:
+        if not request.hashes:
+            return self._default_life(request)
+        return self._lived(request)
+
+    async def _default_life(self, request: wire.Ttl) -> wire.Message:
+        tenancies = self._named(request.namespace)
+        for tenancy in tenancies:
+            tenancy.ttl_s = request.ttl_s
+            if self._store.disk is not None and tenancy.disk_number is not None:
+                await self._store.disk.set_ttl(tenancy.disk_number, request.ttl_s)
+        return wire.Done(request.id, len(tenancies))
+
+    async def _lived(self, request: wire.Ttl) -> wire.Message:
+        catalog, disk = self._store.catalog, self._store.disk
+        found = self._rows(request.namespace, request.hashes)
+        addresses: list[tuple[int, float]] = []
+        for _, row in found:
+            if row is not None:
+                catalog.set_ttl(row, request.ttl_s)
+                if catalog.table.residency[row] & Tier.SSD.bit:
+                    addresses.append((catalog.table.slot[Tier.SSD][row], catalog.table.expires_s[row]))
+        if disk is not None and addresses:
+            await disk.set_expiry(dict(addresses))
+        return self._done(request, found)
+
+    def _drop_blocks(self, connection: Connection, request: wire.DropBlocks) -> Answer:
+        return self._dropped(request)
+
+    async def _dropped(self, request: wire.DropBlocks) -> wire.Message:
+        outcomes = bytearray([Outcome.ABSENT]) * len(request.hashes)
+        for tenancy in self._named(request.namespace):
+            reply = await self._service.dropped(tenancy, request)
+            assert isinstance(reply, wire.Found)
+            for at, outcome in enumerate(reply.outcomes):
+                if outcome == Outcome.DONE:
+                    outcomes[at] = Outcome.DONE
+        return wire.Found(request.id, outcomes.count(Outcome.DONE), bytes(outcomes))
+
+    # ---- whole tiers and namespaces
+
+    def _drop_namespace(self, connection: Connection, request: wire.DropNamespace) -> Answer:
+        return self._namespaces_dropped(request)
+
+    async def _namespaces_dropped(self, request: wire.DropNamespace) -> wire.Message:
+        catalog = self._store.catalog
+        tenancies = list(catalog.tenancies) if request.namespace is None else self._named(request.namespace)
+        blocks = await self._store.drop_namespaces(tenancies)
+        return wire.Report(request.id, {"namespaces": len(tenancies), "blocks": blocks})
+
+    def _evict(self, connection: Connection, request: wire.Evict) -> Answer:
+        tier = next((t for t in self._store.catalog.tiers if t.label == request.tier), None)
+        if tier is None:
+            names = ", ".join(t.label for t in self._store.catalog.tiers)
+            raise UsageError(f"this daemon has no tier {request.tier!r}; it has {names}")
+        return self._evicted(tier, request)
+
+    async def _evicted(self, tier: Tier, request: wire.Evict) -> wire.Message:
+        catalog = self._store.catalog
+        blocks = size_bytes = looked_at = 0
+        for lane, (slot_bytes, _, lane_tier) in enumerate(catalog.lanes):
+            if lane_tier is not tier:
+                continue
+            for row in list(catalog.policies[tier].coldest(lane)):
+                looked_at += 1
+                if looked_at % _PORTION == 0:
+                    await asyncio.sleep(0)
+                if request.size_bytes is not None and size_bytes >= request.size_bytes:
+                    break
+                # The list was made before a pause: the row may have moved on since.
+                if catalog.table.hash[row] is None or not catalog.is_evictable(row, tier):
+                    continue
+                if catalog.idle_s(row, tier) < request.older_than_s:
+                    break
+                evicted = catalog.evict_with_slices(row, tier, Cause.DROP)
+                blocks += evicted
+                size_bytes += evicted * slot_bytes
+        await self._delete_departed()
+        return wire.Report(request.id, {"evicted_blocks": blocks, "evicted_bytes": size_bytes})
+
+    def _check(self, connection: Connection, request: wire.Check) -> Answer:
+        return self._checked(connection, request)
+
+    async def _checked(self, connection: Connection, request: wire.Check) -> wire.Message:
+        problems: list[str] = []
+        try:
+            self._store.check_integrity()
+        except AssertionError as exc:
+            problems.append(str(exc) or "an invariant does not hold")
+        if self._store.disk is not None:
+            problems += await self._store.disk.check_integrity()
+        checked = corrupt = 0
+        if request.verify:
+            rows = self._store.catalog.table.rows()
+            for at in range(0, len(rows), 64):
+                bad = await self._verify(rows[at : at + 64])
+                checked += len(rows[at : at + 64])
+                corrupt += len(bad)
+                problems += [f"block {block_hash} is corrupt and was dropped" for block_hash in bad]
+                connection.reply(wire.Progress(request.id, checked, len(rows), "verifying"))
+        else:
+            checked = len(self._store.catalog.table)
+        body = {"ok": not problems, "problems": problems, "blocks_checked": checked, "blocks_corrupt": corrupt}
+        return wire.Report(request.id, body)
+
+    async def _verify(self, rows: Iterable[int]) -> list[str]:
+        """Return the hashes of blocks whose bytes don't match their checksum; they are dropped."""
+        store, table = self._store, self._store.catalog.table
+        held = [row for row in rows if table.hash[row] is not None]
+        for row in held:
+            store.catalog.hold(row)
+        try:
+            in_memory = [row for row in held if table.residency[row] & Tier.CPU.bit]
+            views = [store.memory.view(table.slot[Tier.CPU][row], store.block_bytes(row)) for row in in_memory]
+            sums = await in_thread(lambda: [checksum(view) for view in views])
+            bad = {
+                row
+                for row, found in zip(in_memory, sums, strict=True)
+                if table.checksum[row] not in (NOT_COMPUTED, found)
+            }
+            if store.mover is not None:
+                bad |= await store.mover.verify([row for row in held if table.residency[row] & Tier.SSD.bit])
+            names = [block_hash.hex() for row in bad if (block_hash := table.hash[row]) is not None]
+            for row in bad:
+                store.catalog.drop(row, Cause.DROP)
+            return names
+        finally:
+            for row in held:
+                store.catalog.unhold(row)
+
+    def _gc(self, connection: Connection, request: wire.Gc) -> Answer:
+        return self._collected(request)
+
+    async def _collected(self, request: wire.Gc) -> wire.Message:
+        catalog = self._store.catalog
+        before, before_bytes = len(catalog.table), self._used_bytes()
+        self._store.tick()
+        while catalog.reclaiming:
+            catalog.reclaim(_PORTION)
+            await asyncio.sleep(0)
+        while catalog.expire(_PORTION):
+            await asyncio.sleep(0)
+        await self._delete_departed()
+        reclaimed = max(0, before - len(catalog.table))
+        freed = max(0, before_bytes - self._used_bytes())
+        return wire.Report(request.id, {"reclaimed_blocks": reclaimed, "reclaimed_bytes": freed})
+
+    def _drain(self, connection: Connection, request: wire.Drain) -> Answer:
+        return self._drained(request)
+
+    async def _drained(self, request: wire.Drain) -> wire.Message:
+        written, remaining = await self._store.drain(request.wait_s)
+        return wire.Report(request.id, {"written_blocks": written, "remaining_blocks": remaining})
+
+    def _dump(self, connection: Connection, request: wire.Dump) -> Answer:
+        return self._dumped(connection, request)
+
+    async def _dumped(self, connection: Connection, request: wire.Dump) -> wire.Message:
+        tenancies = self._named(request.namespace)
+        if len(tenancies) > 1:
+            raise UsageError("several tenants have this namespace: dump as one of them is not possible yet")
+        body = await dump.write(self._store, tenancies[0], Path(request.path), _progress(connection, request.id))
+        return wire.Report(request.id, body)
+
+    def _load(self, connection: Connection, request: wire.Load) -> Answer:
+        return self._loaded(connection, request)
+
+    async def _loaded(self, connection: Connection, request: wire.Load) -> wire.Message:
+        progress = _progress(connection, request.id)
+        body = await dump.read(self._store, connection.session, Path(request.path), progress)
+        return wire.Report(request.id, body)
+
+    # ---- small things
+
+    def _named(self, digest: bytes) -> list[Tenancy]:
+        found = self._store.catalog.named(digest)
+        if not found:
+            raise BadNamespace(f"this daemon has no namespace {digest.hex()}: kvctl namespaces lists them")
+        return found
+
+    def _visible_to(self, connection: Connection, digest: bytes) -> list[Tenancy]:
+        found = self._named(digest)
+        return found if connection.peer.admin else [t for t in found if t.tenant == connection.peer.tenant]
+
+    def _rows(self, digest: bytes, hashes: list[bytes]) -> list[tuple[Tenancy, int | None]]:
+        find = self._store.catalog.find
+        tenancies = self._named(digest)
+        found: list[tuple[Tenancy, int | None]] = []
+        for block_hash in hashes:
+            hit = next((t for t in tenancies if find(t, block_hash) is not None), tenancies[0])
+            found.append((hit, find(hit, block_hash)))
+        return found
+
+    @staticmethod
+    def _done(request: wire.Message, found: list[tuple[Tenancy, int | None]]) -> wire.Found:
+        outcomes = bytes(Outcome.ABSENT if row is None else Outcome.DONE for _, row in found)
+        return wire.Found(request.id, outcomes.count(Outcome.DONE), outcomes)
+
+    def _pin_limits(self) -> dict[Tier, int]:
+        limits = {Tier.CPU: self._store.memory.grantable_bytes() // _PIN_SHARE}
+        if self._store.disk is not None:
+            limits[Tier.SSD] = self._store.disk.usage().data_capacity_bytes // _PIN_SHARE
+        return limits
+
+    def _used_bytes(self) -> int:
+        return sum(self._store.catalog.used_bytes.values())
+
+    async def _delete_departed(self) -> None:
+        mover = self._store.mover
+        while mover is not None and await mover.delete_departed():
+            pass
+
+
+def _progress(connection: Connection, request_id: int) -> Callable[[int, int], None]:
+    return lambda done, total: connection.reply(wire.Progress(request_id, done, total, "blocks"))

@@ -1,0 +1,190 @@
+"""The reports that operators and metrics are given, built from the store's own figures; docs/operations.md explains them.
+
+Invariant: every field is always present, so that a series at zero is a zero and not a hole.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from kvstore import __version__
+from kvstore.catalog import Tenancy
+from kvstore.counters import miss_reasons
+from kvstore.store import Store
+from kvstore.table import NEVER_S, Tier
+from kvstored.config import Settings
+
+if TYPE_CHECKING:
+    from kvstored.service import Service
+
+Body = dict[str, Any]
+
+
+def status(settings: Settings, store: Store, service: Service, *, role: str) -> Body:
+    """Return what the daemon is and how it was started."""
+    usage = store.disk.usage() if store.disk is not None else None
+    ready = store.memory.populated_bytes / store.memory.size_bytes
+    return {
+        "version": __version__,
+        "boot_id": service.boot_id.hex(),
+        "pid": os.getpid(),
+        "uptime_s": round(store.clock.monotonic_s() - store.started_s, 3),
+        "state": "draining" if service.closing else "ready" if ready > 0 else "starting",
+        "mode": settings.mode,
+        "role": role,
+        "tiers": [tier.label for tier in store.catalog.tiers],
+        "socket": str(settings.socket),
+        "http": settings.http,
+        "eviction": settings.eviction,
+        "write_policy": settings.write_policy,
+        "ttl_s": settings.ttl_s,
+        "ready_fraction": round(ready, 4),
+        "huge_pages": store.memory.huge_pages,
+        "ssd": None
+        if usage is None
+        else {"directory": str(settings.ssd_dir), "direct_io": usage.direct_io, "io_mode": usage.io_mode},
+    }
+
+
+def stats(settings: Settings, store: Store, service: Service) -> Body:
+    """Return everything countable."""
+    catalog = store.catalog
+    tiers = {Tier.CPU.label: _cpu(store)}
+    if store.disk is not None:
+        tiers[Tier.SSD.label] = _ssd(store)
+    pinned = [row for row in catalog.pinned if catalog.table.hash[row] is not None]
+    now_s = store.clock.monotonic_s()
+    return {
+        "tiers": tiers,
+        "namespaces": [_namespace(store, tenancy, pinned) for tenancy in catalog.tenancies],
+        "totals": _totals(store),
+        "sessions": {
+            "open": len(service.connections),
+            "leases": len(store.leases),
+            "leases_overdue": len(store.leases.overdue(now_s)),
+            "reservations": len(store.puts),
+            "quarantined_slots": store.puts.quarantined_slots,
+        },
+        "tenants": _tenants(settings, store),
+        "pins": {"blocks": len(pinned), "bytes": sum(map(catalog.slot_bytes, pinned))},
+        "uptime_s": round(now_s - store.started_s, 3),
+    }
+
+
+def block(store: Store, row: int) -> Body:
+    """Return one block, as `keys` lists it."""
+    table = store.catalog.table
+    tiers = [tier for tier in store.catalog.tiers if table.residency[row] & tier.bit]
+    block_hash, expires_s = table.hash[row], table.expires_s[row]
+    assert block_hash is not None
+    return {
+        "hash": block_hash.hex(),
+        "tiers": [tier.label for tier in tiers],
+        "size_bytes": store.catalog.tenancies[table.namespace[row]].block_bytes,
+        "age_s": round(store.catalog.idle_s(row, tiers[0]), 2) if tiers else 0.0,
+        "ttl_s": None if expires_s == NEVER_S else round(max(0.0, expires_s - store.clock.boottime_s()), 2),
+        "pinned": row in store.catalog.pinned,
+        "generation": table.generation[row],
+    }
+
+
+def _cpu(store: Store) -> Body:
+    memory, puts = store.memory, store.puts
+    filling = memory.populated_bytes < memory.size_bytes
+    return {
+        "capacity_bytes": memory.capacity_bytes,
+        "capacity_target_bytes": memory.size_bytes,
+        "used_bytes": memory.used_bytes - puts.reserved_bytes - puts.quarantined_bytes,
+        "reserved_bytes": puts.reserved_bytes,
+        "quarantined_bytes": puts.quarantined_bytes,
+        "free_bytes": memory.capacity_bytes - memory.used_bytes,
+        "pinned_bytes": store.leases.pinned_bytes,
+        "blocks": sum(tenancy.blocks[Tier.CPU] for tenancy in store.catalog.tenancies),
+        "loads_in_flight": store.mover.loads_in_flight if store.mover is not None else 0,
+        "state": "filling" if filling else "ready",
+        "state_text": f"{memory.populated_bytes} of {memory.size_bytes} bytes are reserved" if filling else "",
+        **store.catalog.counters[Tier.CPU].report(),
+    }
+
+
+def _ssd(store: Store) -> Body:
+    assert store.disk is not None and store.mover is not None
+    usage = store.disk.usage()
+    counters = store.catalog.counters[Tier.SSD].report()
+    counters["io_errors"] = usage.io_errors
+    counters["checksum_failures"] = max(usage.checksum_failures, store.catalog.counters[Tier.SSD].checksum_failures)
+    return {
+        "capacity_bytes": usage.capacity_bytes,
+        "capacity_target_bytes": usage.capacity_bytes,
+        "used_bytes": usage.used_bytes,
+        "reserved_bytes": 0,
+        "quarantined_bytes": usage.quarantined_bytes,
+        "free_bytes": max(0, usage.data_capacity_bytes - usage.used_bytes),
+        "pinned_bytes": 0,
+        "blocks": sum(tenancy.blocks[Tier.SSD] for tenancy in store.catalog.tenancies),
+        "durable_blocks": usage.live_blocks,
+        "write_queue_bytes": store.mover.queued_bytes + usage.write_queue_bytes,
+        "index_bytes": usage.index_bytes,
+        "file_bytes": usage.file_bytes,
+        "segments": usage.segments,
+        "loads_in_flight": 0,
+        "state": usage.state,
+        "state_text": usage.state_text,
+        **counters,
+    }
+
+
+def _namespace(store: Store, tenancy: Tenancy, pinned: list[int]) -> Body:
+    namespace = tenancy.namespace
+    return {
+        "digest": namespace.digest.hex(),
+        "group": namespace.group_digest.hex(),
+        "model": namespace.model,
+        "revision": namespace.revision,
+        "adapter": namespace.adapter,
+        "dtype": namespace.dtype,
+        "layers": list(namespace.slice.layers),
+        "heads": list(namespace.slice.heads),
+        "tenant": tenancy.tenant,
+        "epoch": tenancy.epoch,
+        "block_bytes": namespace.block_bytes,
+        "block_tokens": namespace.block_tokens,
+        "ttl_s": tenancy.ttl_s,
+        "blocks": {tier.label: count for tier, count in tenancy.blocks.items()},
+        "bytes": {tier.label: count * tenancy.slot_bytes for tier, count in tenancy.blocks.items()},
+        "pinned_blocks": sum(store.catalog.table.namespace[row] == tenancy.number for row in pinned),
+        **tenancy.counters.report(store.catalog.tiers),
+    }
+
+
+def _totals(store: Store) -> Body:
+    catalog = store.catalog
+    misses = miss_reasons()
+    hits = {tier.label: 0 for tier in catalog.tiers}
+    plain = dict.fromkeys(
+        ("queried_blocks", "stored_blocks", "present_blocks", "busy_blocks", "delivered_blocks"), 0
+    )
+    for tenancy in catalog.tenancies:
+        counters = tenancy.counters
+        for name in plain:
+            plain[name] += getattr(counters, name)
+        for reason, count in counters.misses.items():
+            misses[reason] += count
+        for tier in catalog.tiers:
+            hits[tier.label] += counters.hit_blocks[tier]
+    cpu = catalog.counters[Tier.CPU]
+    return {**plain, "hit_blocks": hits, "misses": misses, "bytes_in": cpu.bytes_in, "bytes_out": cpu.bytes_out}
+
+
+def _tenants(settings: Settings, store: Store) -> list[Body]:
+    catalog = store.catalog
+    names = {tenancy.tenant for tenancy in catalog.tenancies} | set(settings.tenants) | set(settings.quotas)
+    return [
+        {
+            "tenant": name,
+            "used_bytes": {tier.label: catalog.used_bytes.get((name, tier), 0) for tier in catalog.tiers},
+            "quota_bytes": {tier.label: settings.quotas.get(name, {}).get(tier.label) for tier in catalog.tiers},
+        }
+        for name in sorted(names)
+    ]

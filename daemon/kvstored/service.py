@@ -1,0 +1,334 @@
+"""What the daemon answers: one method a verb of engines. Operators' verbs are in admin.py.
+
+What can be answered from memory is answered at once, in the call; the rest is a coroutine that the connection runs as a task.
+
+Invariants
+1. A verb acts for the session and the tenant of its connection, never for one that the request names.
+2. A coroutine that is cancelled leaves nothing granted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from kvstore import __version__, wire
+from kvstore.block import Namespace
+from kvstore.catalog import Tenancy
+from kvstore.checksum import checksum
+from kvstore.counters import Cause
+from kvstore.errors import Backpressure, BadNamespace, Closing, NotPermitted, TooLarge, UsageError
+from kvstore.lease import Session
+from kvstore.lifecycle import Put
+from kvstore.puts import Ticket
+from kvstore.store import Store, in_thread
+from kvstore.tiers.arena import Arena
+from kvstore.wire import Outcome
+from kvstored.admin import Admin
+from kvstored.config import Settings
+from kvstored.connection import NAMESPACES_MAX, Connection
+from kvstored.peer import Peer
+
+_libc = ctypes.CDLL(None)
+_memmove = _libc.memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = ctypes.c_void_p
+
+T = TypeVar("T")
+Answer = wire.Message | Awaitable[wire.Message] | None
+
+
+class Service:
+    """Answers requests. `boot_id` tells one life of the daemon from another."""
+
+    def __init__(self, settings: Settings, store: Store, tasks: asyncio.TaskGroup, boot_id: bytes) -> None:
+        self.connections: set[Connection] = set()
+        self.closing = False
+        self.boot_id = boot_id
+        self.admin = Admin(settings, store, self)
+        self._settings = settings
+        self._store = store
+        self._tasks = tasks
+        self._verbs: dict[type[wire.Message], Callable[[Connection, Any], Answer]] = {
+            wire.Ping: lambda connection, request: wire.Done(request.id),
+            wire.Open: self._open,
+            wire.Lookup: self._lookup,
+            wire.Reserve: self._reserve,
+            wire.Seal: self._seal,
+            wire.Forfeit: self._forfeit,
+            wire.Acquire: self._acquire,
+            wire.Release: self._release,
+            wire.Prefetch: self._prefetch,
+            wire.Wait: self._wait,
+            wire.Cancel: self._cancel,
+            wire.Abort: self._abort,
+            wire.Drop: self._drop,
+            wire.GroupLookup: self._group_lookup,
+            wire.Bye: self._bye,
+        }
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine beside everything else; it is cancelled and waited for when the daemon closes."""
+        return self._tasks.create_task(work)
+
+    def end_connections(self) -> None:
+        """Close every connection."""
+        for connection in list(self.connections):
+            connection.close()
+
+    def answer(self, connection: Connection, request: wire.Request) -> Answer:
+        """Return the reply to a request, a coroutine for it, or None where none is due."""
+        verb = self._verbs.get(type(request))
+        if verb is not None:
+            return verb(connection, request)
+        return self.admin.answer(connection, request)
+
+    def welcome(self, hello: wire.Hello, session: Session, peer: Peer, arena: Arena | None) -> wire.Welcome:
+        """Return the answer to a Hello that was accepted."""
+        settings, store = self._settings, self._store
+        at_seal = {"always": True, "never": False}.get(
+            settings.checksum_at_seal, store.disk is not None and settings.write_policy == "through"
+        )
+        return wire.Welcome(
+            id=hello.id,
+            protocol=min(hello.protocol_max, wire.PROTOCOL_MAX),
+            boot_id=self.boot_id,
+            session=session.token,
+            role=peer.role,
+            tenant=peer.tenant,
+            mode=settings.mode,
+            pool_bytes=store.memory.size_bytes if hello.want_pool else 0,
+            arena_bytes=arena.size_bytes if arena is not None else 0,
+            checksum_at_seal=at_seal and settings.mode == "trusted",
+            verify_reads=settings.verify_reads,
+            keys_max=wire.KEYS_MAX,
+            frame_bytes_max=wire.FRAME_BYTES_MAX,
+            lease_s_max=settings.lease_s_max,
+            reservation_s=settings.reservation_s,
+            window_bytes=self._window_bytes(arena),
+            version=__version__,
+        )
+
+    def _window_bytes(self, arena: Arena | None) -> int:
+        window_bytes = self._store.reads.limits.window_bytes
+        return window_bytes if arena is None else min(window_bytes, arena.size_bytes // 4)
+
+    # ---- namespaces
+
+    def _open(self, connection: Connection, request: wire.Open) -> Answer:
+        namespace = Namespace.decode(request.namespace)
+        store = self._store
+        if store.memory.slab.span_for(store.slot_bytes(namespace)) == 0:
+            raise TooLarge(
+                f"a block of {namespace.block_bytes} bytes does not fit into the cpu tier of "
+                f"{store.memory.size_bytes} bytes: raise --cpu-size or use fewer tokens a block"
+            )
+        if len(connection.namespaces) >= NAMESPACES_MAX:
+            raise Backpressure(f"a connection may open {NAMESPACES_MAX} namespaces: use another connection")
+        tenancy = store.tenancy(connection.session.tenant, namespace, request.ttl_s or None)
+        connection.namespaces[tenancy.number] = tenancy
+        return wire.Opened(request.id, tenancy.number, tenancy.epoch, namespace.block_bytes)
+
+    @staticmethod
+    def _tenancy(connection: Connection, ns: int) -> Tenancy:
+        try:
+            return connection.namespaces[ns]
+        except KeyError:
+            raise BadNamespace(f"namespace {ns} was not opened on this connection: send Open first") from None
+
+    # ---- reading
+
+    def _lookup(self, connection: Connection, request: wire.Lookup) -> Answer:
+        return self._store.reads.lookup(self._tenancy(connection, request.ns), request)
+
+    def _acquire(self, connection: Connection, request: wire.Acquire) -> Answer:
+        tenancy = self._tenancy(connection, request.ns)
+        reads = self._store.reads
+        at_once = reads.acquire_now(connection.session, tenancy, request)
+        return at_once if at_once is not None else self._acquired(connection, tenancy, request)
+
+    async def _acquired(self, connection: Connection, tenancy: Tenancy, request: wire.Acquire) -> wire.Message:
+        reply = await self._store.reads.acquire(connection.session, tenancy, request)
+        if connection.session.over and reply.lease:
+            self._store.leases.release(connection.session, reply.lease)
+            raise Closing("the connection is over")
+        return reply
+
+    def _release(self, connection: Connection, request: wire.Release) -> Answer:
+        self._store.leases.release(connection.session, request.lease)
+        return None
+
+    def _prefetch(self, connection: Connection, request: wire.Prefetch) -> Answer:
+        outcomes = self._store.reads.prefetch(self._tenancy(connection, request.ns), request.hashes)
+        return wire.Found(request.id, outcomes.count(Outcome.HIT), outcomes)
+
+    def _wait(self, connection: Connection, request: wire.Wait) -> Answer:
+        return self._waited(self._tenancy(connection, request.ns), request)
+
+    async def _waited(self, tenancy: Tenancy, request: wire.Wait) -> wire.Message:
+        missing = await self._store.reads.wait(tenancy, request.hashes, request.wait_s)
+        outcomes = bytes(missing.get(block_hash, Outcome.HIT) for block_hash in request.hashes)
+        return wire.Found(request.id, _leading_hits(outcomes), outcomes)
+
+    def _group_lookup(self, connection: Connection, request: wire.GroupLookup) -> Answer:
+        find = self._store.catalog.find
+        namespaces: list[bytes] = []
+        outcomes: list[bytes] = []
+        for sibling in self._tenancy(connection, request.ns).siblings:
+            found = bytes(
+                Outcome.ABSENT if find(sibling, block_hash) is None else Outcome.HIT for block_hash in request.hashes
+            )
+            if Outcome.HIT in found:
+                namespaces.append(sibling.namespace.encode())
+                outcomes.append(found)
+        return wire.Group(request.id, namespaces, outcomes)
+
+    # ---- writing
+
+    def _reserve(self, connection: Connection, request: wire.Reserve) -> Answer:
+        if self.closing:
+            raise Closing("the daemon is draining: store to the next one")
+        tenancy = self._tenancy(connection, request.ns)
+        ticket, outcomes = self._store.puts.reserve(
+            connection.session, tenancy, request.hashes, self._store.clock.monotonic_s()
+        )
+        reply = wire.Reserved(request.id, ticket.token, outcomes, ticket.offsets, self._settings.reservation_s)
+        if request.wait_s and Outcome.NO_ROOM in outcomes and Outcome.GRANTED not in outcomes:
+            return self._reserved_later(connection, tenancy, request)
+        return reply
+
+    async def _reserved_later(
+        self, connection: Connection, tenancy: Tenancy, request: wire.Reserve
+    ) -> wire.Message:
+        """Try again as room appears, until something is granted or the wait is over."""
+        store = self._store
+        ends_s = store.clock.monotonic_s() + request.wait_s
+        while True:
+            left_s = ends_s - store.clock.monotonic_s()
+            await store.room_changed(max(0.0, left_s))
+            ticket, outcomes = store.puts.reserve(
+                connection.session, tenancy, request.hashes, store.clock.monotonic_s()
+            )
+            if Outcome.GRANTED in outcomes or Outcome.NO_ROOM not in outcomes or left_s <= 0:
+                return wire.Reserved(request.id, ticket.token, outcomes, ticket.offsets, self._settings.reservation_s)
+
+    def _seal(self, connection: Connection, request: wire.Seal) -> Answer:
+        ticket = self._store.puts.ticket(connection.session, request.ticket)
+        if request.checksums and request.which is not None and len(request.checksums) != len(request.which):
+            raise UsageError(f"{len(request.checksums)} checksums for {len(request.which)} positions: give one each")
+        which = ticket.positions(Put.OPEN) if request.which is None else request.which
+        if len(set(which)) != len(which):
+            raise UsageError("a seal names a position twice")
+        if request.checksums and len(request.checksums) != len(which):
+            raise UsageError(f"{len(request.checksums)} checksums for {len(which)} open positions: give one each")
+        if ticket.arena is not None:
+            return self._seal_copies(ticket, which, request)
+        result = self._store.puts.seal(ticket, which, request.checksums, request.ttl_s)
+        self._store.stored(result.rows)
+        if request.durable:
+            return self._durable(ticket, which, result.outcomes, request)
+        return wire.Sealed(request.id, bytes(result.outcomes))
+
+    async def _durable(
+        self, ticket: Ticket, which: Sequence[int], outcomes: bytearray, request: wire.Seal
+    ) -> wire.Message:
+        """Answer a seal when what it sealed, or found present, is on disk or can't be."""
+        rows = [
+            (at, row)
+            for at, position in enumerate(which)
+            if outcomes[at] in (Outcome.SEALED, Outcome.PRESENT)
+            and (row := self._store.catalog.find(ticket.tenancy, ticket.hashes[position])) is not None
+        ]
+        durable = await self._store.make_durable([row for _, row in rows], request.wait_s)
+        for (at, _), done in zip(rows, durable, strict=True):
+            outcomes[at] = Outcome.DURABLE if done else Outcome.NOT_DURABLE
+        return wire.Sealed(request.id, bytes(outcomes))
+
+    async def _seal_copies(self, ticket: Ticket, which: Sequence[int], request: wire.Seal) -> wire.Message:
+        """Strict mode: copy from the client's arena to slots of ours, checksum the copies, then seal those."""
+        store, tenancy, arena = self._store, ticket.tenancy, ticket.arena
+        assert isinstance(arena, Arena)
+        outcomes = bytearray([Outcome.REFUSED]) * len(which)
+        copied: list[tuple[int, int, int]] = []  # index in `which`, position, slot of ours
+        for at, position in enumerate(which):
+            if position < len(ticket.states) and ticket.states[position] == Put.OPEN:
+                slot = store.puts.take_for_copy(tenancy)
+                if slot is None:
+                    outcomes[at] = Outcome.NO_ROOM
+                    store.puts.forfeit(ticket, [position])
+                else:
+                    copied.append((at, position, slot))
+        jobs = [(arena.address + ticket.offsets[position], slot) for _, position, slot in copied]
+        sums: list[int] = []
+        arena.copies += 1
+        try:
+            sums = await in_thread(lambda: self._copy_in(jobs, tenancy.block_bytes))
+        finally:
+            arena.copied()
+            if len(sums) != len(copied):
+                for _, _, slot in copied:
+                    store.puts.free_copy(tenancy, slot)
+        positions = [position for _, position, _ in copied]
+        result = store.puts.seal(ticket, positions, sums, request.ttl_s, slots=[slot for _, _, slot in copied])
+        for (at, _, _), outcome in zip(copied, result.outcomes, strict=True):
+            outcomes[at] = outcome
+        store.stored(result.rows)
+        if request.durable:
+            return await self._durable(ticket, which, outcomes, request)
+        return wire.Sealed(request.id, bytes(outcomes))
+
+    def _copy_in(self, jobs: list[tuple[int, int]], block_bytes: int) -> list[int]:
+        sums: list[int] = []
+        for source, slot in jobs:
+            _memmove(self._store.memory.address + slot, source, block_bytes)
+            sums.append(checksum(self._store.memory.view(slot, block_bytes)))
+        return sums
+
+    def _forfeit(self, connection: Connection, request: wire.Forfeit) -> Answer:
+        ticket = self._store.puts.ticket(connection.session, request.ticket)
+        return wire.Done(request.id, self._store.puts.forfeit(ticket, request.which))
+
+    # ---- the rest
+
+    def _abort(self, connection: Connection, request: wire.Abort) -> Answer:
+        told = self._store.puts.abort(self._tenancy(connection, request.ns), request.hashes)
+        return wire.Done(request.id, told)
+
+    def _drop(self, connection: Connection, request: wire.Drop) -> Answer:
+        tenancy = self._tenancy(connection, request.ns)
+        return self.dropped(tenancy, request)
+
+    async def dropped(self, tenancy: Tenancy, request: wire.Drop | wire.DropBlocks) -> wire.Message:
+        """Drop blocks, durably, and answer."""
+        outcomes = bytearray()
+        for block_hash in request.hashes:
+            row = self._store.catalog.find(tenancy, block_hash)
+            outcomes.append(Outcome.ABSENT if row is None else Outcome.DONE)
+            if row is not None:
+                self._store.catalog.drop(row, Cause.DROP)
+        if self._store.mover is not None:
+            await self._store.mover.delete_departed()
+        return wire.Found(request.id, outcomes.count(Outcome.DONE), bytes(outcomes))
+
+    def _cancel(self, connection: Connection, request: wire.Cancel) -> Answer:
+        connection.cancel(request.request)
+        return None
+
+    def _bye(self, connection: Connection, request: wire.Bye) -> Answer:
+        connection.said_goodbye = True
+        connection.close()
+        return None
+
+
+def require_admin(peer: Peer, verb: str) -> None:
+    """Raise NotPermitted unless the connection's user is an admin."""
+    if not peer.admin:
+        raise NotPermitted(f"{verb} needs the admin role: run it as a user that the setting `admin` names")
+
+
+def _leading_hits(outcomes: bytes) -> int:
+    return next((at for at, outcome in enumerate(outcomes) if outcome != Outcome.HIT), len(outcomes))
+
+

@@ -1,0 +1,394 @@
+"""The store of one node: the parts put together, opened, kept going and closed. No sockets: a server stands in front of it.
+
+Theory of operation. All state is owned by the thread of one event loop; only copies, file I/O and checksums run beside it. `open`
+finds what the ssd tier holds; `run` populates memory, moves blocks and ends what is overdue until it is cancelled;
+`drain` writes what only memory holds; `close` comes last.
+
+Invariants (checked by `check_integrity`, beside those of the parts)
+1. In the cpu tier, the slots of rows, of open puts and of puts in quarantine are all the used ones.
+2. The ssd tier's used slots are those of rows and of writes and deletes in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from kvstore.block import Namespace
+from kvstore.catalog import Catalog, Tenancy
+from kvstore.clock import Clock, SystemClock
+from kvstore.errors import BadRecord, KVStoreError
+from kvstore.lease import Leases, Session
+from kvstore.lifecycle import Copy
+from kvstore.mover import Mover
+from kvstore.policy import POLICIES
+from kvstore.puts import PutLimits, Puts
+from kvstore.reads import ReadLimits, Reads
+from kvstore.room import Room
+from kvstore.table import NO_SLOT, Columns, Tier
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk_records import Columns as DiskColumns
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.slab import Slab
+
+log = logging.getLogger("kvstore")
+
+_TICK_S = 0.05
+_ROOM_ROUND_S = 0.1
+_CHECKPOINT_S = 30.0
+_PER_TICK = 2000  # rows that one tick may expire or reclaim: a bound on how long the loop is held
+_POPULATE_BYTES = 64 << 20
+WINDOW_BYTES_MAX = 64 << 20
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSettings:
+    """What a store is made of; the daemon's Settings name the same things."""
+
+    cpu_size_bytes: int
+    ssd_size_bytes: int = 0  # 0: no ssd tier
+    ssd_dir: Path | None = None
+    eviction: str = "lru"
+    write_policy: str = "through"  # through, second-touch, back
+    read_only_clients: bool = False
+    verify_reads: bool = False
+    huge_pages: str = "auto"
+    ttl_s: float = 0.0
+    high_watermark: float = 0.95
+    low_watermark: float = 0.92
+    lease_s_max: float = 60.0
+    reservation_s: float = 10.0
+    io_threads: int = 4
+    write_queue_bytes: int = 256 << 20
+    quotas: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
+
+
+class Store:
+    """See the module's docstring. Made by `open`."""
+
+    def __init__(self, settings: StoreSettings, disk: DiskTier | None, clock: Clock) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.disk = disk
+        self.memory = MemoryTier(
+            settings.cpu_size_bytes,
+            read_only_clients=settings.read_only_clients,
+            huge_pages=settings.huge_pages,
+        )
+        tiers = (Tier.CPU,) if disk is None else (Tier.CPU, Tier.SSD)
+        policy = POLICIES[settings.eviction]
+        self.catalog = Catalog(
+            {tier: policy() for tier in tiers}, self._free_slot, clock.boottime_s, self.memory.is_transit
+        )
+        quotas = {tenant: sizes["cpu"] for tenant, sizes in settings.quotas.items() if "cpu" in sizes}
+        self.room = Room(self.catalog, self.memory, quotas)
+        self.mover = None if disk is None else Mover(
+            self.catalog, self.memory, self.room, disk,
+            capacity_bytes=settings.ssd_size_bytes, queue_bytes_max=settings.write_queue_bytes,
+        )  # fmt: skip
+        usable = self.memory.grantable_bytes()
+        self.leases = Leases(self.catalog, usable // 2)
+        limits = PutLimits(usable // 4, usable // 8, settings.reservation_s)
+        self.puts = Puts(self.catalog, self.memory, self.room, limits, self.note_use)
+        window_bytes = min(WINDOW_BYTES_MAX, max(usable // 16, 2 << 20))
+        self.reads = Reads(
+            self.catalog, self.leases, self.puts, self.mover, clock,
+            ReadLimits(settings.lease_s_max, window_bytes, settings.verify_reads), self.note_use,
+        )  # fmt: skip
+        self.started_s = clock.monotonic_s()
+        self._next_session = 1
+        self._stale_addresses: list[int] = []
+        self._owners_to_note = 0  # rows below this were found on ssd, and the tier has not been told whose slots are whose
+        self._defer: Callable[[Callable[[], None]], object] = lambda call: call()
+
+    @classmethod
+    async def open(cls, settings: StoreSettings, clock: Clock | None = None) -> Store:
+        """Return a store with what its ssd directory holds; memory is not populated yet.
+
+        Raises
+        ------
+        TierLocked, TierUnavailable, BadSetting
+            A tier can't be opened; the text names the fix.
+        """
+        clock = clock or SystemClock()
+        disk: DiskTier | None = None
+        if settings.ssd_size_bytes:
+            assert settings.ssd_dir is not None
+            disk = await DiskTier.open(
+                settings.ssd_dir, settings.ssd_size_bytes, clock=clock, io_threads=settings.io_threads
+            )
+        try:
+            store = cls(settings, disk, clock)
+            store._restore()
+        except BaseException:
+            if disk is not None:
+                await disk.close()
+            raise
+        return store
+
+    # ---- keeping going
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Populate memory, move blocks and end what is overdue, until cancelled; `ready` is called once it can serve."""
+        self._defer = asyncio.get_running_loop().call_soon
+        async with asyncio.TaskGroup() as tasks:
+            if self.mover is not None:
+                tasks.create_task(self.mover.run(), name="mover")
+                tasks.create_task(self._forget_stale(), name="stale")
+            tasks.create_task(self._populate(ready), name="populate")
+            tasks.create_task(self._tick_forever(), name="ticks")
+
+    async def _populate(self, ready: Callable[[], None]) -> None:
+        step = max(self.memory.chunk_bytes, _POPULATE_BYTES // self.memory.chunk_bytes * self.memory.chunk_bytes)
+        told = False
+        for start in range(0, self.memory.size_bytes, step):
+            length = min(step, self.memory.size_bytes - start)
+            await in_thread(partial(self.memory.populate_blocking, start, length))
+            self.memory.add_populated(length)
+            if not told:
+                told = True
+                ready()
+
+    async def _forget_stale(self) -> None:
+        stale, self._stale_addresses = self._stale_addresses, []
+        if stale and self.disk is not None:
+            await self.disk.forget(stale)
+
+    async def _tick_forever(self) -> None:
+        last_checkpoint_s = self.clock.monotonic_s()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.tick()
+            if self.disk is not None and self.clock.monotonic_s() - last_checkpoint_s >= _CHECKPOINT_S:
+                last_checkpoint_s = self.clock.monotonic_s()
+                await self.checkpoint()
+
+    def tick(self) -> None:
+        """End what is overdue and reclaim a little of what is dropped; called every 50 ms."""
+        now_s = self.clock.monotonic_s()
+        self.puts.expire(now_s)
+        self.leases.expire(now_s)
+        self.catalog.expire(_PER_TICK)
+        self.catalog.reclaim(_PER_TICK)
+        if self.mover is not None and self.disk is not None:
+            self._clean_ahead(self.mover)
+            self._note_owners(self.disk)
+
+    def _note_owners(self, disk: DiskTier) -> None:
+        """Tell the ssd tier a little of who owns which slot: it asks when a region is to change its size class."""
+        first = max(0, self._owners_to_note - 10 * _PER_TICK)
+        slots, states = self.catalog.table.slot[Tier.SSD], self.catalog.table.state[Tier.SSD]
+        for row in range(first, self._owners_to_note):
+            if states[row] == Copy.READY:
+                disk.set_owner(slots[row], row)
+        self._owners_to_note = first
+
+    def _clean_ahead(self, mover: Mover) -> None:
+        """Above the high watermark, write the coldest blocks that only memory holds, so that they can be evicted."""
+        capacity = self.memory.grantable_bytes()
+        if self.memory.slab.used_bytes < capacity * self.settings.high_watermark:
+            return
+        table = self.catalog.table
+        for lane, (slot_bytes, _, tier) in enumerate(self.catalog.lanes):
+            if tier is not Tier.CPU:
+                continue
+            left = int(capacity * (1 - self.settings.low_watermark)) // slot_bytes + 1
+            dirty: list[int] = []
+            for row in self.catalog.policies[Tier.CPU].coldest(lane):
+                if left <= 0 or len(dirty) >= 256:
+                    break
+                left -= 1
+                if table.residency[row] == Tier.CPU.bit and table.state[Tier.SSD][row] == Copy.ABSENT:
+                    dirty.append(row)
+            mover.demote(dirty)
+
+    async def checkpoint(self) -> None:
+        """Write the order of use on ssd, so that a restart finds it."""
+        if self.disk is None:
+            return
+        addresses = array("Q")
+        slots = self.catalog.table.slot[Tier.SSD]
+        policy = self.catalog.policies[Tier.SSD]
+        for lane, (_, _, tier) in enumerate(self.catalog.lanes):
+            if tier is Tier.SSD:
+                addresses.extend(slots[row] for row in policy.coldest(lane))
+        try:
+            await self.disk.checkpoint(addresses)
+        except KVStoreError as exc:
+            log.warning("checkpoint failed: %s", exc)
+
+    async def drain(self, timeout_s: float) -> tuple[int, int]:
+        """Write what only memory holds to ssd; return how many blocks are durable now that weren't, and how many aren't."""
+        if self.mover is None:
+            return 0, 0
+        before = self.mover.unwritten()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.mover.make_durable(before)
+        except TimeoutError:
+            pass
+        left = len(self.mover.unwritten())
+        await self.checkpoint()
+        return len(before) - left, left
+
+    async def close(self) -> None:
+        """Close the tiers; nothing may be running any more."""
+        if self.disk is not None:
+            await self.disk.close()
+        self.memory.close()
+
+    # ---- sessions and namespaces
+
+    def open_session(self, tenant: str, *, admin: bool, client: str = "") -> Session:
+        """Return a new session."""
+        session = Session(self._next_session, tenant, admin, client)
+        self._next_session += 1
+        return session
+
+    def end_session(self, session: Session, *, gone: bool) -> None:
+        """End a session's rights; `gone`: its process is no more, or it said goodbye, so its slots come back as well."""
+        session.over = True
+        self.puts.end_session(session, gone=gone)
+        self.leases.end_session(session, gone=gone)
+
+    def tenancy(self, tenant: str, namespace: Namespace, ttl_s: float | None = None) -> Tenancy:
+        """Return a tenant's view of a namespace, made at first use; a positive `ttl_s` becomes its default."""
+        known = len(self.catalog.tenancies)
+        found = self.catalog.tenancy(tenant, namespace, self.slot_bytes(namespace))
+        if len(self.catalog.tenancies) > known:
+            found.ttl_s = self.settings.ttl_s
+        if ttl_s:
+            found.ttl_s = ttl_s
+        return found
+
+    @staticmethod
+    def slot_bytes(namespace: Namespace) -> int:
+        """Return what a block of this namespace takes in a tier."""
+        return Slab.slot_bytes_for(namespace.block_bytes)
+
+    def block_bytes(self, row: int) -> int:
+        return self.catalog.tenancies[self.catalog.table.namespace[row]].block_bytes
+
+    def note_use(self, rows: Sequence[int]) -> None:
+        """Note a use of blocks soon, when the answer at hand is on its way."""
+        if rows:
+            self._defer(lambda: self._use(rows))
+
+    def _use(self, rows: Sequence[int]) -> None:
+        self.catalog.use(rows)
+        if self.mover is not None and self.settings.write_policy == "second-touch":
+            self.mover.demote(row for row in rows if self.catalog.table.residency[row] == Tier.CPU.bit)
+
+    def stored(self, rows: Sequence[int]) -> None:
+        """New blocks were sealed: send them on as the write policy says."""
+        if self.mover is not None and self.settings.write_policy == "through":
+            self.mover.demote(rows)
+
+    async def make_durable(self, rows: Sequence[int], wait_s: float) -> list[bool]:
+        """Return, for each block, whether it is on disk for good; waits `wait_s` at most."""
+        if self.mover is None:
+            return [False] * len(rows)
+        try:
+            async with asyncio.timeout(wait_s):
+                return await self.mover.make_durable(rows)
+        except TimeoutError:
+            return [self.catalog.table.state[Tier.SSD][row] == Copy.READY for row in rows]
+
+    async def room_changed(self, timeout_s: float) -> None:
+        """Return when a lease has ended or bytes have moved, or after a moment: room may have appeared."""
+        waits = [asyncio.ensure_future(self.leases.released(min(timeout_s, _ROOM_ROUND_S)))]
+        if self.mover is not None:
+            waits.append(asyncio.ensure_future(self.mover.changed()))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    # ---- dropping
+
+    async def drop_namespaces(self, tenancies: Sequence[Tenancy]) -> int:
+        """Make everything in these namespaces invisible; durable when this returns. Returns the number of blocks."""
+        dropped = 0
+        for tenancy in tenancies:
+            dropped += self.catalog.drop_all(tenancy)
+            self.puts.drop_all(tenancy)
+        if self.disk is not None:
+            await self.disk.set_epochs({t.disk_number: t.epoch for t in tenancies if t.disk_number is not None})
+        return dropped
+
+    # ---- the inside
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every invariant of every part holds."""
+        self.catalog.check_integrity()
+        self.leases.check_integrity()
+        self.puts.check_integrity()
+        self.memory.check_integrity()
+        table = self.catalog.table
+        in_rows = sum(self.catalog.slot_bytes(r) for r in table.rows() if table.slot[Tier.CPU][r] != NO_SLOT)
+        used = in_rows + self.puts.reserved_bytes + self.puts.quarantined_bytes
+        assert used == self.memory.used_bytes, f"cpu tier: {self.memory.used_bytes} bytes used, {used} accounted for"
+
+    def _free_slot(self, tier: Tier, offset: int) -> None:
+        assert tier is Tier.CPU
+        self.memory.free(offset)
+
+    def _restore(self) -> None:
+        """Take in what the ssd tier holds; what belongs to an older epoch, or is there twice, is to be deleted."""
+        if self.disk is None:
+            return
+        tenancies: dict[int, Tenancy] = {}
+        for known in self.disk.namespaces():
+            try:
+                tenancy = self.tenancy(known.tenant, Namespace.decode(known.encoded), known.ttl_s)
+            except KVStoreError as exc:
+                raise BadRecord(f"namespace {known.number} in the ssd directory can't be read: {exc}") from exc
+            tenancy.disk_number, tenancy.epoch = known.number, known.epoch
+            tenancies[known.number] = tenancy
+        records = self.disk.take_records()
+        live, stale = _sort_out(records, tenancies)
+        numbers = array("I", (tenancies[number].number for number in live.namespaces))
+        columns = Columns(live.checksums, live.generations, live.expiries_s, array("q", live.addresses))
+        self.catalog.restore(live.hashes, numbers, columns)
+        self._stale_addresses = stale
+        self._owners_to_note = len(live)
+        for pin in self.disk.pins():
+            row = tenancies[pin.namespace].rows.get(pin.hash) if pin.namespace in tenancies else None
+            if row is not None:
+                self.catalog.pinned[row] = pin.ends_s
+
+
+def _sort_out(records: DiskColumns, tenancies: Mapping[int, Tenancy]) -> tuple[DiskColumns, list[int]]:
+    """Return the records that may be visible, and the addresses of the others."""
+    valid = {(number, tenancy.epoch) for number, tenancy in tenancies.items()}
+    current = set(zip(records.namespaces, records.epochs, strict=True)) <= valid
+    if current and len(set(zip(records.namespaces, records.hashes, strict=True))) == len(records):
+        return records, []
+    newest: dict[tuple[int, bytes], int] = {}
+    for at, identity in enumerate(zip(records.namespaces, records.hashes, strict=True)):
+        if (records.namespaces[at], records.epochs[at]) in valid:
+            other = newest.get(identity)
+            if other is None or records.generations[other] < records.generations[at]:
+                newest[identity] = at
+    kept = sorted(newest.values())
+    dropped = set(range(len(records))).difference(kept)
+    return records.select(kept), [records.addresses[at] for at in sorted(dropped)]
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Return `function()`, run in a thread. Cancelled, it still waits for the thread: its memory is in use until then."""
+    future = asyncio.get_running_loop().run_in_executor(None, function)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise
