@@ -1,0 +1,162 @@
+"""The verb store: reserve, copy in, seal.
+
+Invariants
+1. Blocks are sealed only after the last of their bytes has been copied.
+2. What was granted and is not sealed at the end is forfeited.
+3. A block that found no room beside another window of the same call is asked for once more, when that is sealed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from kvclient._buffers import Blocks, Segment
+from kvclient._copy import pairs
+from kvclient._operations import MISSES, Progress, Space, check_outcomes, opened, remaining_s, settled
+from kvclient._session import Session
+from kvclient._steps import Copy, Operation, Send, Step, Steps, answer
+from kvclient._windows import Window, places_of, windows_of
+from kvclient.results import StoreResult
+from kvstore import wire
+from kvstore.errors import KVStoreError, LeaseExpired, RemoteProtocolError
+from kvstore.wire import Outcome
+
+_RESERVED = MISSES | {Outcome.GRANTED, Outcome.PRESENT, Outcome.BUSY}
+_SEALED = MISSES | {Outcome.SEALED, Outcome.DURABLE, Outcome.PRESENT}
+
+
+class Store(Operation[StoreResult]):
+    """Reserve, copy in, seal."""
+
+    def __init__(
+        self,
+        space: Space,
+        hashes: list[bytes],
+        blocks: Blocks,
+        *,
+        ttl_s: float | None = None,
+        durable: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__()
+        self._space = space
+        self._hashes = hashes
+        self._blocks = blocks
+        self._ttl_s = ttl_s
+        self._durable = durable
+        self._progress = progress
+        self._outcomes = bytearray(len(hashes))
+        self._number = 0
+        self._in_flight: deque[Window] = deque()
+        self._sealing: deque[tuple[Sequence[int], int, int]] = deque()
+
+    def steps(self, session: Session, deadline_at: float) -> Steps:
+        if not self._hashes:
+            return
+        self._number = yield from opened(session, self._space)
+        refused = yield from self._pass(session, deadline_at, range(len(self._hashes)))
+        if refused:
+            for position in refused:
+                self._outcomes[position] = 0
+            yield from self._pass(session, deadline_at, refused)
+
+    def result(self, failure: KVStoreError | None) -> StoreResult:
+        return StoreResult(settled(self._outcomes, failure), failure)
+
+    def _pass(
+        self, session: Session, deadline_at: float, positions: Sequence[int]
+    ) -> Generator[Step, Any, list[int]]:
+        """Store `positions`; returns those for which there was no room beside another window of this call."""
+        queue = deque(windows_of(positions, self._space.block_bytes, session.welcome))
+        refused: list[int] = []
+        yield from self._reserve(session, queue)
+        while self._in_flight:
+            if queue:
+                if session.arena is not None:  # it has room for one window being written, one being sealed, one ahead
+                    yield from self._settle_seals(leave=1)
+                yield from self._reserve(session, queue)
+            window = self._in_flight.popleft()
+            self._blocks.addresses(window.positions)  # found out while the daemon works
+            reserved = yield from answer(window.request, wire.Reserved)
+            check_outcomes(reserved.outcomes, len(window.positions), _RESERVED)
+            granted = self._granted(window, reserved)
+            if not window.alone:
+                refused += [p for p in window.positions if self._outcomes[p] == Outcome.NO_ROOM]
+            if granted:
+                yield from self._write(session, deadline_at, window, reserved, granted)
+            self._report()
+        yield from self._settle_seals(leave=0)
+        self._report()
+        return refused
+
+    def _reserve(self, session: Session, queue: deque[Sequence[int]]) -> Generator[Step, Any, None]:
+        positions = queue.popleft()
+        wanted = self._hashes if len(positions) == len(self._hashes) else [self._hashes[p] for p in positions]
+        request = wire.Reserve(session.next_id(), self._number, wanted)
+        alone = not self._in_flight and not self._sealing
+        self._in_flight.append(Window(positions, request.id, session.now(), alone))
+        yield Send([request])
+
+    def _granted(self, window: Window, reserved: wire.Reserved) -> Sequence[int]:
+        """Note the outcomes of a Reserve; returns the places within the window that are to be written."""
+        if reserved.outcomes.count(Outcome.GRANTED) == len(window.positions):
+            granted: Sequence[int] = range(len(window.positions))
+        else:
+            granted = [at for at, outcome in enumerate(reserved.outcomes) if outcome == Outcome.GRANTED]
+            for position, outcome in zip(window.positions, reserved.outcomes, strict=True):
+                if outcome != Outcome.GRANTED:
+                    self._outcomes[position] = outcome
+        if granted:
+            self.held[reserved.ticket] = wire.Forfeit(0, reserved.ticket)
+            if len(reserved.offsets) != len(window.positions):
+                raise RemoteProtocolError("the daemon granted slots without naming the place of each")
+        return granted
+
+    def _write(
+        self,
+        session: Session,
+        deadline_at: float,
+        window: Window,
+        reserved: wire.Reserved,
+        granted: Sequence[int],
+    ) -> Generator[Step, Any, None]:
+        size = self._space.block_bytes
+        memory = session.arena or session.pool
+        slots = places_of(memory, reserved.offsets, granted, size)
+        positions = [window.positions[at] for at in granted]
+        summed: list[list[Segment]] = []
+        if session.welcome.checksum_at_seal:
+            summed = [[(slot, size)] for slot in slots]
+        pieces = [(slot, source, length) for source, slot, length in pairs(self._blocks, positions, slots, size)]
+        checksums = yield Copy(pieces, summed)
+        seal = wire.Seal(
+            session.next_id(),
+            reserved.ticket,
+            list(granted),
+            checksums,
+            self._ttl_s,
+            self._durable,
+            remaining_s(session, deadline_at),
+        )
+        yield Send([seal])
+        self._sealing.append((positions, seal.id, reserved.ticket))
+
+    def _settle_seals(self, leave: int) -> Generator[Step, Any, None]:
+        while len(self._sealing) > leave:
+            positions, request, ticket = self._sealing.popleft()
+            try:
+                sealed = yield from answer(request, wire.Sealed, patient=self._durable)
+            except LeaseExpired:  # the copy took longer than the reservation; others may write the blocks now
+                outcomes = bytes([Outcome.REFUSED]) * len(positions)
+            else:
+                outcomes = sealed.outcomes
+                check_outcomes(outcomes, len(positions), _SEALED)
+            self.held.pop(ticket, None)
+            for position, outcome in zip(positions, outcomes, strict=True):
+                self._outcomes[position] = outcome
+
+    def _report(self) -> None:
+        if self._progress is not None:
+            self._progress(len(self._outcomes) - self._outcomes.count(0), len(self._outcomes))
