@@ -73,7 +73,9 @@ def small(directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def stand_in(directory: Path, how: str, *arguments: str, **variables: str) -> Generator[subprocess.Popen[str], None, None]:
+def stand_in(
+    directory: Path, how: str, *arguments: str, **variables: str
+) -> Generator[subprocess.Popen[str], None, None]:
     process = subprocess.Popen(
         [sys.executable, "-c", STAND_IN, *small(directory), *arguments, how],
         env=environment(directory, **variables),

@@ -389,10 +389,12 @@ def test_pool_over_available_memory_is_refused(shell: Shell) -> None:
 
 def test_pool_over_the_file_size_limit_is_refused(shell: Shell) -> None:
     shell.host.file_limit_bytes = 100 * MIB
-    fault = shell.fault(cpu_size="256MiB")
+    fault = shell.fault(tiers="cpu", cpu_size="256MiB")
     assert "RLIMIT_FSIZE" in fault
     assert "--cpu-size 104857600 or less" in fault
-    assert shell.settings().cpu_size_bytes == 100 * MIB
+    assert shell.settings(tiers="cpu").cpu_size_bytes == 100 * MIB
+    assert "RLIMIT_FSIZE" in shell.fault(cpu_size="64MiB")
+    assert shell.settings(cpu_size="64MiB", ssd_size="64MiB").ssd_size_bytes == 64 * MIB
 
 
 def test_ssd_size_over_the_filesystem_is_refused_and_our_own_files_count_as_room(shell: Shell) -> None:
