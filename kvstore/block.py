@@ -1,8 +1,8 @@
 """What a block is: its namespace (everything that changes its bytes), its hash, its shape and size.
 
 Invariants
-1. Two namespaces have the same digest only if every field that changes a block's bytes is equal. The encoding is typed
-   and length-prefixed, so no two different values share one encoding.
+1. Two namespaces have the same digest only if every field that changes a block's bytes is equal. The encoding is
+   typed and length-prefixed, so no two different values share one encoding.
 2. A missing or an unknown field is refused, never defaulted, when a namespace arrives as bytes.
 3. Python's own `hash()` takes no part in any identity: digests are the same in every process and on every machine.
 4. A namespace splits into a group (all fields but the slice) and a slice. Slices of one group describe parts of one
@@ -65,8 +65,8 @@ class BlockKey:
 class Component:
     """One tensor inside a block, shaped for the whole model.
 
-    `axes` names each axis of `shape`, outermost first, out of layer, kv, token, head and dim. A component without a head
-    axis (MLA's latent) is the same on every rank that holds its layers.
+    `axes` names each axis of `shape`, outermost first, out of layer, kv, token, head and dim. A component without a
+    head axis (MLA's latent) is the same on every rank that holds its layers.
     """
 
     name: str
@@ -289,7 +289,8 @@ def _encode(value: Any) -> bytes:
     if isinstance(value, int) and not isinstance(value, bool):
         return b"i" + struct.pack("<q", value)
     if isinstance(value, (list, tuple)):
-        return b"l" + struct.pack("<I", len(value)) + b"".join(map(_encode, value))
+        items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        return b"l" + struct.pack("<I", len(items)) + b"".join(map(_encode, items))
     raise BadNamespace(f"a namespace holds text, bytes, integers and lists, not {type(value).__name__}")
 
 

@@ -1,10 +1,11 @@
 """The catalog: which blocks exist, in which tiers, and who holds them. It decides what is visible; it moves no bytes.
 
-Theory of operation. Each namespace has a dict from block hash to row; what is not in that dict is invisible. A put's slot is
-adopted, a load or a demotion fills a copy, and copies leave one by one; with its last ready copy a block leaves the dict.
-A row lives on, unseen, until its slots are given back: those of the cpu tier when nobody holds the row, those of the ssd tier
-when the tier has also deleted the index entry durably (`departed` lists what it is to delete). Dropping a namespace exchanges
-its dict: constant time, and nothing stored or begun before can come back. The old rows are reclaimed piece by piece.
+Theory of operation. Each namespace has a dict from block hash to row; what is not in that dict is invisible. A put's
+slot is adopted, a load or a demotion fills a copy, and copies leave one by one; with its last ready copy a block
+leaves the dict. A row lives on, unseen, until its slots are given back: those of the cpu tier when nobody holds the
+row, those of the ssd tier when the tier has also deleted the index entry durably (`departed` lists what it is to
+delete). Dropping a namespace exchanges its dict: constant time, and nothing stored or begun before can come back. The
+old rows are reclaimed piece by piece.
 
 Invariants (checked by `check_integrity`)
 1. A hash in a namespace's dict leads to a row with that hash and namespace and with at least one READY copy.

@@ -6,8 +6,6 @@ about 0.6 of a memcpy. Zero stands for "not computed yet" in records, so a true 
 
 from __future__ import annotations
 
-
-
 import xxhash
 
 NOT_COMPUTED = 0

@@ -1,11 +1,12 @@
 """Who holds what, until when: sessions, their leases, and how much of the cpu tier leases may pin.
 
-A session is a connection. A copying lease has an end, before which its slots are not reused whatever becomes of the session:
-a reader checks its own clock after the copy. A zero-copy lease ends only by release or by the end of the client's process;
-overdue ones are reported and keep their slots.
+A session is a connection. A copying lease has an end, before which its slots are not reused whatever becomes of the
+session: a reader checks its own clock after the copy. A zero-copy lease ends only by release or by the end of the
+client's process; overdue ones are reported and keep their slots.
 
 Invariants
-1. A lease belongs to one session; another session's token is refused as if it did not exist. Releasing twice is harmless.
+1. A lease belongs to one session; another session's token is refused as if it did not exist. Releasing twice is
+   harmless.
 2. Leases pin at most `pinned_bytes_max` in all; a block pinned by several leases counts once.
 3. When a session is over, its leases end: at once if its process is gone or it said goodbye, else at their end.
 """

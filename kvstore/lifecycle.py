@@ -1,11 +1,12 @@
 """The two life cycles of the store, each an Enum and one table.
 
-Theory of operation. A put is a position of a ticket: `reserve` opens it; `seal` makes its bytes a block; `forfeit` gives it
-up. When its time is over the key is free for another writer, but the slot stays in quarantine, since its writer may still
-be writing: only the writer's own word (`acknowledge`: a late seal or forfeit, or the end of its process) frees it.
+Theory of operation. A put is a position of a ticket: `reserve` opens it; `seal` makes its bytes a block; `forfeit`
+gives it up. When its time is over the key is free for another writer, but the slot stays in quarantine, since its
+writer may still be writing: only the writer's own word (`acknowledge`: a late seal or forfeit, or the end of its
+process) frees it.
 
-A block's copy in one tier is filled from another tier or adopted from a put, is then ready, and leaves by eviction, expiry
-or drop. It is gone when nobody reads its slot any more and, on ssd, when its index entry's delete is durable.
+A block's copy in one tier is filled from another tier or adopted from a put, is then ready, and leaves by eviction,
+expiry or drop. It is gone when nobody reads its slot any more and, on ssd, when its index entry's delete is durable.
 
 Invariants
 1. An event that a state doesn't list raises IllegalTransition and changes nothing.
@@ -31,6 +32,8 @@ class Put(enum.IntEnum):
 
 
 class PutEvent(enum.IntEnum):
+    """What can happen to a put."""
+
     GRANT = 0
     SEAL = 1
     FORFEIT = 2
@@ -58,6 +61,8 @@ class Copy(enum.IntEnum):
 
 
 class CopyEvent(enum.IntEnum):
+    """What can happen to a copy."""
+
     FILL = 0
     FILLED = 1
     FAIL = 2

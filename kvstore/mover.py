@@ -1,9 +1,9 @@
-"""Moves bytes between the cpu and the ssd tier: demotions in batches, loads shared by all who wait, deletes ahead of need.
+"""Moves bytes between the cpu and the ssd tier: batched demotions, shared loads, deletes ahead of need.
 
-Theory of operation. Rows to be written stand in a queue without being held, so they may still be evicted; a batch holds its rows
-from the moment it is cut until its writes are durable. A load belongs to the catalog: one in flight a block, joined by
-whoever wants it; each waiter holds the row, so what was loaded stays until the waiter is done with it. Victims on ssd are deleted
-before their slots are needed; a slot is free again when its delete is durable.
+Theory of operation. Rows to be written stand in a queue without being held, so they may still be evicted; a batch
+holds its rows from the moment it is cut until its writes are durable. A load belongs to the catalog: one in flight a
+block, joined by whoever wants it; each waiter holds the row, so what was loaded stays until the waiter is done with
+it. Victims on ssd are deleted before their slots are needed; a slot is free again when its delete is durable.
 
 Invariants
 1. A row is held while bytes move from or to one of its slots.
@@ -56,7 +56,14 @@ class Mover:
     """See the module's docstring. `run` must be running for anything to be written or deleted."""
 
     def __init__(
-        self, catalog: Catalog, memory: MemoryTier, room: Room, disk: DiskTier, *, capacity_bytes: int, queue_bytes_max: int
+        self,
+        catalog: Catalog,
+        memory: MemoryTier,
+        room: Room,
+        disk: DiskTier,
+        *,
+        capacity_bytes: int,
+        queue_bytes_max: int,
     ) -> None:
         self.queued_bytes = 0
         self.load_bytes_in_flight = 0
@@ -90,7 +97,7 @@ class Mover:
     # ---- demotion
 
     def demote(self, rows: Iterable[int], *, urgent: bool = False) -> None:
-        """Queue blocks for the ssd tier; what the queue can't take is dropped and counted. `urgent` ignores its limit."""
+        """Queue blocks for the ssd tier. What the queue can't take is dropped and counted, unless it is `urgent`."""
         table = self._catalog.table
         for row in rows:
             if row in self._queued or table.state[Tier.SSD][row] != Copy.ABSENT or table.hash[row] is None:
@@ -304,7 +311,7 @@ class Mover:
     # ---- loads
 
     def load(self, rows: Sequence[int]) -> list[Load | None]:
-        """Return, for each block that is on ssd only, its load: the one in flight or a new one; None: no slot is free.
+        """Return a load for each block that is on ssd only: the one in flight or a new one; None: no slot is free.
 
         Each row with a load is held once for the caller, who must call `Catalog.unhold` when done with it.
         """
@@ -419,7 +426,8 @@ class Mover:
     def _record(self, row: int) -> DiskRecord:
         table, tenancy = self._catalog.table, self._tenancy(row)
         block_hash = table.hash[row]
-        assert block_hash is not None and tenancy.disk_number is not None
+        assert block_hash is not None
+        assert tenancy.disk_number is not None
         return DiskRecord(
             namespace=tenancy.disk_number,
             hash=block_hash,

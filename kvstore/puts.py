@@ -1,8 +1,8 @@
 """Puts: tickets from reserve to seal or forfeit, and those who wait for a block to arrive.
 
-A ticket covers one reserve: a list of hashes, of which some were granted a slot each. It belongs to a session. Its rights end at
-its deadline or with its session; its slots come back only when their writer says so or its process is gone, because until
-then somebody may still be writing there.
+A ticket covers one reserve: a list of hashes, of which some were granted a slot each. It belongs to a session. Its
+rights end at its deadline or with its session; its slots come back only when their writer says so or its process is
+gone, because until then somebody may still be writing there.
 
 Invariants
 1. A hash has at most one OPEN put in a namespace; `_writing` names it.
@@ -58,7 +58,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class PutLimits:
-    """Bytes of the cpu tier that may be reserved or in quarantine, in all and for one session; seconds a put may take."""
+    """What may be reserved or in quarantine, in all and for one session; and how long a put may take."""
 
     total_bytes: int
     session_bytes: int
@@ -217,7 +217,7 @@ class Puts:
         return count
 
     def end_session(self, session: Session, *, gone: bool) -> None:
-        """End the rights of a session's tickets; if its process is `gone` (or said goodbye) their slots come back too."""
+        """End the rights of a session's tickets; if its process is `gone` their slots come back, too."""
         for token in list(session.tickets):
             ticket = self._tickets[token]
             if gone:

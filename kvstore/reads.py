@@ -1,9 +1,9 @@
 """Reads: what is there, and leases on it, loaded from ssd first where needed.
 
-Theory of operation. What lies in memory is granted at once, without an await. Else a request goes in rounds: it waits for blocks
-that others are writing, starts loads for what is on ssd as far as there is room, waits for those loads, and grants
-what is ready then. A copying request never waits for room while it holds any: what found none is answered LATER, and the
-client asks again after it has copied the rest. A lease for zero-copy views is all or nothing.
+Theory of operation. What lies in memory is granted at once, without an await. Else a request goes in rounds: it waits
+for blocks that others are writing, starts loads for what is on ssd as far as there is room, waits for those loads,
+and grants what is ready then. A copying request never waits for room while it holds any: what found none is answered
+LATER, and the client asks again after it has copied the rest. A lease for zero-copy views is all or nothing.
 
 Invariants
 1. Each key of a request gets one outcome, and is counted once (when the request says that it is to be counted).
@@ -42,8 +42,8 @@ class ReadLimits:
 class Reads:
     """Answers lookups and acquires.
 
-    `mover` is None on a node without an ssd tier. `note_use` is told of the rows that were granted, tail of the prefix
-    first; it may take its time, the answer doesn't wait for it.
+    `mover` is None on a node without an ssd tier. `note_use` is told of the rows that were granted, tail of the
+    prefix first; it may take its time, the answer doesn't wait for it.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Reads:
         outcomes: bytes,
         sources: bytes,
     ) -> Acquired:
-        """Return a lease on the rows that are not None, which lie in memory; `sources` says where they were before."""
+        """Return a lease on the rows that are not None, all in memory; `sources`: where they were before."""
         slots = self._catalog.table.slot[Tier.CPU]
         granted = [row for row in rows if row is not None]
         lease_s = min(request.lease_s or self.limits.lease_s_max, self.limits.lease_s_max)
@@ -294,7 +294,7 @@ class Reads:
         reasons: dict[bytes, Outcome],
         outcomes: bytearray | None = None,
     ) -> Acquired:
-        """Return an answer that grants nothing: a reason for each key that misses, NO_ROOM for those that are there."""
+        """Return an answer that grants nothing: a reason for each miss, NO_ROOM for what is there."""
         if outcomes is None:
             outcomes = self._candidates(tenancy, request, reasons)[1]
         final = bytes(
@@ -334,7 +334,7 @@ class Reads:
         return {h: outcome for h in missing if self._catalog.find(tenancy, h) is None}
 
     async def hold_in_memory(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> list[int]:
-        """Return the rows of those blocks that are in memory now, loaded if need be, each held once for the caller."""
+        """Return the rows of these blocks that are in memory now, loaded if need be, each held for the caller."""
         rows = [row for h in hashes if (row := self._catalog.find(tenancy, h)) is not None]
         outcomes = bytearray([Outcome.HIT]) * len(rows)
         held: list[int] = []

@@ -1,7 +1,8 @@
 """Room in the cpu tier: a free slot for a block, by evicting what is coldest where there is none.
 
-Eviction here never waits: a block whose only copy is in memory is passed over for one that is also on ssd, if such a one is near
-the cold end; else it is lost and counted as a demotion dropped, because an engine is never stalled by a slower tier.
+Eviction here never waits: a block whose only copy is in memory is passed over for one that is also on ssd, if such a
+one is near the cold end; else it is lost and counted as a demotion dropped, because an engine is never stalled by a
+slower tier.
 
 Invariants
 1. What is evicted is the shortfall: one block (and its other slices) a slot, or one region of another size class.

@@ -1,8 +1,8 @@
-"""The store of one node: the parts put together, opened, kept going and closed. No sockets: a server stands in front of it.
+"""The store of one node: the parts put together, opened, kept going and closed. A server stands in front of it.
 
-Theory of operation. All state is owned by the thread of one event loop; only copies, file I/O and checksums run beside it. `open`
-finds what the ssd tier holds; `run` populates memory, moves blocks and ends what is overdue until it is cancelled;
-`drain` writes what only memory holds; `close` comes last.
+Theory of operation. All state is owned by the thread of one event loop; only copies, file I/O and checksums run
+beside it. `open` finds what the ssd tier holds; `run` populates memory, moves blocks and ends what is overdue until
+it is cancelled; `drain` writes what only memory holds; `close` comes last.
 
 Invariants (checked by `check_integrity`, beside those of the parts)
 1. In the cpu tier, the slots of rows, of open puts and of puts in quarantine are all the used ones.
@@ -106,7 +106,7 @@ class Store:
         self.started_s = clock.monotonic_s()
         self._next_session = 1
         self._stale_addresses: list[int] = []
-        self._owners_to_note = 0  # rows below this were found on ssd, and the tier has not been told whose slots are whose
+        self._owners_to_note = 0  # rows below this came from ssd, and the tier does not know yet whose its slots are
         self._defer: Callable[[Callable[[], None]], object] = lambda call: call()
 
     @classmethod
@@ -137,7 +137,7 @@ class Store:
     # ---- keeping going
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Populate memory, move blocks and end what is overdue, until cancelled; `ready` is called once it can serve."""
+        """Populate memory, move blocks and end what is overdue, until cancelled; `ready`: it can serve now."""
         self._defer = asyncio.get_running_loop().call_soon
         async with asyncio.TaskGroup() as tasks:
             if self.mover is not None:
@@ -226,7 +226,7 @@ class Store:
             log.warning("checkpoint failed: %s", exc)
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
-        """Write what only memory holds to ssd; return how many blocks are durable now that weren't, and how many aren't."""
+        """Write what only memory holds to ssd; return how many blocks became durable, and how many are not."""
         if self.mover is None:
             return 0, 0
         before = self.mover.unwritten()
@@ -254,7 +254,7 @@ class Store:
         return session
 
     def end_session(self, session: Session, *, gone: bool) -> None:
-        """End a session's rights; `gone`: its process is no more, or it said goodbye, so its slots come back as well."""
+        """End a session's rights; `gone`: its process has ended or said goodbye, so its slots come back, too."""
         session.over = True
         self.puts.end_session(session, gone=gone)
         self.leases.end_session(session, gone=gone)
@@ -385,7 +385,7 @@ def _sort_out(records: DiskColumns, tenancies: Mapping[int, Tenancy]) -> tuple[D
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Return `function()`, run in a thread. Cancelled, it still waits for the thread: its memory is in use until then."""
+    """Return `function()`, run in a thread. Cancelled, it still waits for the thread, which uses memory of ours."""
     future = asyncio.get_running_loop().run_in_executor(None, function)
     try:
         return await asyncio.shield(future)

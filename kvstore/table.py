@@ -1,7 +1,7 @@
 """The block table: one row a block, one array a field, about 60 bytes a row beside the hash itself.
 
-Objects a block would cost three times as much and a garbage collection over millions of them stops the loop for seconds;
-arrays hold no references that a collection follows. The catalog is the only writer of this table.
+Objects a block would cost three times as much and a garbage collection over millions of them stops the loop for
+seconds; arrays hold no references that a collection follows. The catalog is the only writer of this table.
 
 Invariants
 1. A row is either free (its hash is None) or belongs to one block; `len(table)` counts the latter.
@@ -86,7 +86,7 @@ class BlockTable:
         self._free.append(row)
 
     def add_many(self, hashes: list[bytes], namespaces: array[int], tier: Tier, columns: Columns) -> range:
-        """Return the rows, adjacent and in this order, of blocks that are READY in `tier` at once; for warm starts."""
+        """Return the rows, adjacent and in this order, of blocks that are READY in `tier` from the start."""
         start, count = len(self.hash), len(hashes)
         self._grow(count)
         del self._free[len(self._free) - count :]

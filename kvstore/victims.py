@@ -2,8 +2,8 @@
 
 Invariants
 1. A victim is ready in the tier and neither held nor pinned.
-2. One block is named where one is enough. A whole region of another size class is named only where that class has grown
-   clearly colder, or where the own class has nothing to give.
+2. One block is named where one is enough. A whole region of another size class is named only where that class has
+   grown clearly colder, or where the own class has nothing to give.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COLDER_BY = 1.25  # another class's region is taken only if it is idle this muc
 class Space(Protocol):
     """What is asked of a tier's slots."""
 
-    def owners(self, offset: int) -> Sequence[int] | None:
+    def owners(self, slot: int, /) -> Sequence[int] | None:
         """Return the rows in the region of a slot (NOBODY for one being written); None if it may not be taken."""
         ...
 
@@ -39,7 +39,7 @@ class Victims:
         self._policy = catalog.policies[tier]
 
     def for_slot(self, slot_bytes: int) -> Sequence[int]:
-        """Return the rows to evict so that a slot of this size becomes free, or its region does; none: there are none."""
+        """Return the rows to evict so that a slot of this size, or a region, becomes free; none if none may go."""
         own = self._coldest(self._lanes(slot_bytes=slot_bytes))
         region = self._colder_region(slot_bytes, own)
         if region is not None:

@@ -83,7 +83,7 @@ class Hello(Message, frozen=True, tag=1):
 
 
 class Ping(Message, frozen=True, tag=2):
-    pass
+    """Is anybody there?"""
 
 
 class Open(Message, frozen=True, tag=3):
@@ -94,7 +94,7 @@ class Open(Message, frozen=True, tag=3):
 
 
 class Lookup(Message, frozen=True, tag=4):
-    """Which blocks are there? `run` stops at the first miss. Blocks that can't be loaded in `max_ms` count as misses."""
+    """Which blocks are there? `run` stops at the first miss. What can't be loaded in `max_ms` counts as a miss."""
 
     ns: U64
     hashes: Hashes
@@ -200,7 +200,7 @@ class GroupLookup(Message, frozen=True, tag=15):
 
 
 class Pin(Message, frozen=True, tag=16):
-    """Keeps blocks from eviction and expiry for `for_s` seconds, owned by the daemon. Admin only, like Unpin and Ttl."""
+    """Keeps blocks from eviction and expiry for `for_s` seconds. Admin only, like Unpin and Ttl."""
 
     namespace: Digest
     hashes: Hashes
@@ -208,6 +208,8 @@ class Pin(Message, frozen=True, tag=16):
 
 
 class Unpin(Message, frozen=True, tag=17):
+    """Undoes Pin."""
+
     namespace: Digest
     hashes: Hashes
 
@@ -351,7 +353,7 @@ class Found(Message, frozen=True, tag=68):
 
 
 class Reserved(Message, frozen=True, tag=69):
-    """Answers Reserve. `offsets` is parallel: bytes into the pool, or into the arena in strict mode; 0 if not granted."""
+    """Answers Reserve. `offsets` is parallel: bytes into the pool (strict mode: the arena); 0 where not granted."""
 
     ticket: U64
     outcomes: bytes

@@ -1,7 +1,7 @@
 """The daemon put together: store, service, socket, HTTP; their start, and their end in order.
 
-Order of the end, under the one deadline that the command line keeps: accept no more, refuse new puts, write what only memory
-holds to ssd, end the sessions, stop the moves, close the tiers.
+Order of the end, under the one deadline that the command line keeps: accept no more, refuse new puts, write what only
+memory holds to ssd, end the sessions, stop the moves, close the tiers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import secrets
 from collections.abc import AsyncGenerator, Callable
 
 from kvstore.store import Store, StoreSettings
-
 from kvstored.config import Settings
 from kvstored.http import listening
 from kvstored.logs import fields

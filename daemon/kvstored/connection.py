@@ -1,11 +1,12 @@
 """One client's connection: frames in, requests to the service, replies out.
 
 Invariants
-1. Whatever a client sends, the daemon lives: bytes that are no message end the connection with a Failure that says why.
-2. Memory a connection can take is bounded: reading stops while replies are not read, requests under way are counted, and
-   who reads nothing for `STALLED_S` is cut off.
-3. When the connection is over its requests are cancelled and its session's rights end; what its process may still touch
-   is kept until the process has ended or said goodbye.
+1. Whatever a client sends, the daemon lives: bytes that are no message end the connection with a Failure that says
+   why.
+2. Memory a connection can take is bounded: reading stops while replies are not read, requests under way are counted,
+   and who reads nothing for `STALLED_S` is cut off.
+3. When the connection is over its requests are cancelled and its session's rights end; what its process may still
+   touch is kept until the process has ended or said goodbye.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A namespace's blocks as one file: `kvctl dump` and `kvctl load`. Streaming: memory stays at one window of blocks.
+r"""A namespace's blocks as one file: `kvctl dump` and `kvctl load`. Streaming: memory stays at one window of blocks.
 
     b"KVSTORED-DUMP-1\\n"
     u32 length, the namespace's canonical encoding, u64 checksum of it
@@ -72,7 +72,9 @@ async def write(store: Store, tenancy: Tenancy, path: Path, progress: Progress) 
             if await aiofiles.os.path.exists(part):
                 await aiofiles.os.remove(part)
     except OSError as exc:
-        raise UnavailableError(f"{path} can't be written ({exc.strerror}): is there room, may the daemon write there?") from exc
+        raise UnavailableError(
+            f"{path} can't be written ({exc.strerror}): is there room, and may the daemon write there?"
+        ) from exc
     size_bytes = (await aiofiles.os.stat(path)).st_size
     return {"blocks": blocks, "bytes": size_bytes, "path": str(path), "skipped": 0}
 
@@ -97,7 +99,9 @@ async def read(store: Store, session: Session, path: Path, progress: Progress) -
             tenancy = store.tenancy(session.tenant, namespace)
             return await _read_blocks(store, session, tenancy, file, path, lambda done: progress(done, total))
     except OSError as exc:
-        raise UnavailableError(f"{path} can't be read by the daemon ({exc.strerror}): give it a path it may read") from exc
+        raise UnavailableError(
+            f"{path} can't be read by the daemon ({exc.strerror}): give it a path it may read"
+        ) from exc
 
 
 async def _write_blocks(store: Store, tenancy: Tenancy, file: Any, progress: Progress) -> int:
@@ -147,7 +151,12 @@ async def _read_namespace(file: AsyncBufferedReader, path: Path) -> Namespace:
 
 
 async def _read_blocks(
-    store: Store, session: Session, tenancy: Tenancy, file: AsyncBufferedReader, path: Path, progress: Callable[[int], None]
+    store: Store,
+    session: Session,
+    tenancy: Tenancy,
+    file: AsyncBufferedReader,
+    path: Path,
+    progress: Callable[[int], None],
 ) -> dict[str, Any]:
     seen = stored = 0
     while True:
@@ -159,7 +168,8 @@ async def _read_blocks(
         if block_hash == _END_HASH and length == 0:
             if number != seen:
                 raise BadRecord(f"{path} names {number} blocks but holds {seen}; these are stored")
-            return {"blocks": stored, "bytes": stored * tenancy.block_bytes, "path": str(path), "skipped": seen - stored}
+            size_bytes = stored * tenancy.block_bytes
+            return {"blocks": stored, "bytes": size_bytes, "path": str(path), "skipped": seen - stored}
         if length != tenancy.block_bytes:
             raise NamespaceMismatch(f"{path}: block {seen} has {length} bytes, its namespace {tenancy.block_bytes}")
         payload = await _exactly(file, length, path)

@@ -1,4 +1,4 @@
-"""The reports that operators and metrics are given, built from the store's own figures; docs/operations.md explains them.
+"""The reports that operators and metrics are given; docs/operations.md explains their fields.
 
 Invariant: every field is always present, so that a series at zero is a zero and not a hole.
 """
@@ -109,7 +109,8 @@ def _cpu(store: Store) -> Body:
 
 
 def _ssd(store: Store) -> Body:
-    assert store.disk is not None and store.mover is not None
+    assert store.disk is not None
+    assert store.mover is not None
     usage = store.disk.usage()
     counters = store.catalog.counters[Tier.SSD].report()
     counters["io_errors"] = usage.io_errors

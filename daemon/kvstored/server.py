@@ -1,7 +1,7 @@
 """The unix socket: binds it, greets whoever connects, hands over the pool, and watches over processes until they end.
 
-The greeting happens on the raw socket, because a descriptor can only be passed there; then the event loop's transport takes
-over. Descriptors that a client sends are never received: plain reads let the kernel close them.
+The greeting happens on the raw socket, because a descriptor can only be passed there; then the event loop's transport
+takes over. Descriptors that a client sends are never received: plain reads let the kernel close them.
 
 Invariants
 1. One daemon a socket: a live one is found by its lock and refused with TierLocked; a dead one's socket is replaced.
@@ -255,7 +255,8 @@ def _lock(lock_path: Path, path: Path) -> int:
         fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as exc:
         raise UnavailableError(
-            f"the socket's directory {path.parent} can't be written to ({exc.strerror}): make it, or choose another --socket"
+            f"the socket's directory {path.parent} can't be written to ({exc.strerror}): "
+            "make it, or choose another --socket"
         ) from exc
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,7 @@
 """What the daemon answers: one method a verb of engines. Operators' verbs are in admin.py.
 
-What can be answered from memory is answered at once, in the call; the rest is a coroutine that the connection runs as a task.
+What can be answered from memory is answered at once, in the call; the rest is a coroutine that the connection runs as
+a task.
 
 Invariants
 1. A verb acts for the session and the tenant of its connection, never for one that the request names.

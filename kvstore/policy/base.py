@@ -1,7 +1,8 @@
 """What an eviction policy is.
 
-A policy orders the rows (blocks, by their number in the catalog) of one tier. Rows stand in lanes: blocks of one slot size
-and one tenant, since only a block of the same size makes room for another and a quota is met by its own tenant's blocks.
+A policy orders the rows (blocks, by their number in the catalog) of one tier. Rows stand in lanes: blocks of one slot
+size and one tenant, since only a block of the same size makes room for another and a quota is met by its own tenant's
+blocks.
 
 Invariants
 1. A policy names only rows that were admitted and not removed since.

@@ -2,8 +2,8 @@
 
 Invariants
 1. A row stands in at most one queue; `queue_of[row]` says in which, NOWHERE if in none.
-2. From `oldest[queue]` along `newer` one meets each row of that queue exactly once, ending at `newest[queue]`; `older` is
-   the same way back.
+2. From `oldest[queue]` along `newer` one meets each row of that queue exactly once, ending at `newest[queue]`;
+   `older` is the same way back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Strict mode's write window: a small memfd of one session, writable by its client, from which the daemon copies at seal.
+"""Strict mode's write window: a small memfd that one client may write, from which the daemon copies at seal.
 
 Invariants
 1. Its size is sealed, so a client that truncates the file can't make the daemon's copy fault.

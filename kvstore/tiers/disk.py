@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kvstore.clock import Clock
-from kvstore.errors import Closing, TierUnavailable
+from kvstore.errors import Closing, TierFull, TierUnavailable
 from kvstore.tiers import disk_layout as layout
 from kvstore.tiers import disk_recency
 from kvstore.tiers.disk_commit import GroupCommit, Place
@@ -297,17 +297,21 @@ class DiskTier:
 
     # ---- deleting and changing
 
-    async def forget(self, addresses: Iterable[int]) -> None:
-        """Delete blocks durably; after it their slots are free. Cancellation doesn't stop the deletes.
+    async def forget(self, addresses: Iterable[int]) -> bool:
+        """Delete blocks; return whether that is durable and their slots free, or waits until the index works again.
 
-        Raises TierUnavailable if the index fails now; the deletes are then retried, and the slots come free later.
+        Cancellation doesn't stop the deletes.
         """
         self._check_open()
         places = [(self.segment_of(address), address) for address in addresses]
         for _, address in places:
             self._slots.begin_delete(address)
         if places:
-            await self._commit.delete(places)
+            try:
+                await self._commit.delete(places)
+            except (TierFull, TierUnavailable):
+                return False  # the commit keeps them, and has noted what is wrong
+        return True
 
     async def set_expiry(self, expiries_s: Mapping[int, float]) -> None:
         """Set, durably, when the blocks at these addresses expire, on the boottime clock."""
@@ -383,7 +387,7 @@ class DiskTier:
         except OSError as exc:
             self._health.failed("checkpoint", exc)
             return
-        except TierUnavailable:
+        except (TierFull, TierUnavailable):
             return  # the index has noted it
         self._health.succeeded("checkpoint")
         for region in [region for region in self._space.slab.regions() if region.first_chunk in made]:

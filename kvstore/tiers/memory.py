@@ -1,9 +1,9 @@
 """The cpu tier's bytes: one memfd, mapped whole, reserved for real, handed to clients as a descriptor.
 
-Theory of operation. The descriptor has its full size from the start, so clients map it once; pages become real chunk by chunk
-(`populate`, in threads), and only populated chunks are given to the slab. Sealing it against future writable mappings
-(strict mode) happens after our own mapping was made. The first chunks are set aside for transit: loads for copying reads go
-there when everything else is pinned, so that a tier full of pins still serves reads.
+Theory of operation. The descriptor has its full size from the start, so clients map it once; pages become real chunk
+by chunk (`populate`, in threads), and only populated chunks are given to the slab. Sealing it against future writable
+mappings (strict mode) happens after our own mapping was made. The first chunks are set aside for transit: loads for
+copying reads go there when everything else is pinned, so that a tier full of pins still serves reads.
 
 Invariants
 1. No slot is handed out whose pages are not populated: a client can't meet SIGBUS, nor the daemon an OOM later.
@@ -55,7 +55,8 @@ class MemoryTier:
     read_only_clients : bool
         Seal the descriptor so that clients can map it for reading only (strict mode).
     huge_pages : str
-        "auto" takes transparent or hugetlb pages where the kernel gives them, "off" doesn't ask, "require" fails without.
+        "auto" takes transparent or hugetlb pages where the kernel gives them, "off" doesn't ask, "require" fails
+        without.
 
     Raises
     ------
@@ -83,7 +84,9 @@ class MemoryTier:
                 fcntl.fcntl(self.fd, _F_ADD_SEALS, seals)
         except OSError as exc:
             os.close(self.fd)
-            raise TierUnavailable(f"the kernel refuses a pool of {self.size_bytes} bytes: {exc}; lower --cpu-size") from exc
+            raise TierUnavailable(
+                f"the kernel refuses a pool of {self.size_bytes} bytes: {exc}; lower --cpu-size"
+            ) from exc
         transit_chunks = chunks // _TRANSIT_SHARE if chunks >= 4 else 0
         transit_chunks = max(transit_chunks, 1) if chunks >= 4 else 0
         self._transit_bytes = transit_chunks * self.chunk_bytes

@@ -1,9 +1,10 @@
 """Where a slot is free: a slab allocator over equal chunks, shared by the memory and the ssd tier.
 
-Theory of operation. Capacity is a row of equal chunks. A region is a run of adjacent chunks given to one size class (all its
-slots have the same size), long enough that less than an eighth of it is wasted. A class takes a new region when its slots
-are all used; an empty region goes back when another class needs its chunks. The allocator knows offsets and sizes
-only: not what lies in a slot, nor which block should go; whoever wants a full region moved empties it first.
+Theory of operation. Capacity is a row of equal chunks. A region is a run of adjacent chunks given to one size class
+(all its slots have the same size), long enough that less than an eighth of it is wasted. A class takes a new region
+when its slots are all used; an empty region goes back when another class needs its chunks. The allocator knows
+offsets and sizes only: not what lies in a slot, nor which block should go; whoever wants a full region moved empties
+it first.
 
 Invariants
 1. Slots never overlap: each chunk belongs to at most one region, and slots stay inside their region.
@@ -200,7 +201,7 @@ class Slab:
         return self._count.get(slot_bytes, 0)
 
     def free_slots(self, slot_bytes: int) -> int:
-        """Return how many slots of this class `allocate` could hand out now without an empty region of another class."""
+        """Return how many slots of this class `allocate` could hand out, empty regions of others not counted."""
         inside = sum(len(region.free_slots) for region in self._open.get(slot_bytes, {}).values())
         span = self.span_for(slot_bytes)
         if not span:
