@@ -17,7 +17,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NewType, cast
+from typing import Any, NewType
 
 from kvstore.errors import BadKey, BadNamespace
 
@@ -289,7 +289,7 @@ def _encode(value: Any) -> bytes:
     if isinstance(value, int) and not isinstance(value, bool):
         return b"i" + struct.pack("<q", value)
     if isinstance(value, (list, tuple)):
-        items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        items = _items(value)
         return b"l" + struct.pack("<I", len(items)) + b"".join(map(_encode, items))
     raise BadNamespace(f"a namespace holds text, bytes, integers and lists, not {type(value).__name__}")
 
@@ -315,16 +315,20 @@ def _decode(raw: bytes, at: int, depth: int = 0) -> tuple[Any, int]:
 
 
 def _as_mapping(value: Any) -> dict[str, Any]:
-    pairs = cast("list[Any]", value) if isinstance(value, list) else []
     fields: dict[str, Any] = {}
-    for pair in pairs:
-        if not isinstance(pair, list) or len(cast("list[Any]", pair)) != 2:
+    for pair in _items(value):
+        entry = _items(pair)
+        if len(entry) != 2:
             raise BadNamespace("the encoding of a namespace is not a list of fields")
-        name, content = cast("list[Any]", pair)
+        name, content = entry
         if not isinstance(name, str) or name in fields:
             raise BadNamespace(f"field {name!r} of the namespace is not a name or is given twice")
         fields[name] = content
     return fields
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else []  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
 def _text(value: Any) -> str:
