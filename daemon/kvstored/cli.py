@@ -100,6 +100,9 @@ def _run(settings: Settings, resolution: Resolution) -> int:
             _prepare(settings)
             _serve(settings)
         return EXIT_DONE
+    except KeyboardInterrupt:  # before the loop listens for signals
+        _tell("interrupted while it started; nothing is lost")
+        return EXIT_FAILED
     except (KVStoreError, OSError, MemoryError, ModuleNotFoundError, ExceptionGroup) as exc:
         return _fail(exc)
 

@@ -216,7 +216,7 @@ def _plain(value: Any, limit: int) -> Any:
         return value
     if isinstance(value, float):
         return round(value, 6)
-    text = str(value)
+    text = ",".join(map(str, cast("list[Any]", value))) if isinstance(value, (list, tuple)) else str(value)
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 

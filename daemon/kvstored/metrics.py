@@ -44,6 +44,7 @@ _TIER_GAUGES = {
     "loads_in_flight": "Blocks on their way to memory",
     "durable_blocks": "Blocks whose index entry is on disk",
     "write_queue_bytes": "Bytes waiting to be written",
+    "file_bytes": "Bytes of all files of the tier, which its capacity bounds",
     "index_bytes": "Bytes of the index",
     "segments": "Segment files",
 }

@@ -13,7 +13,7 @@ _TIER = (
     "pinned_bytes", "blocks", "hits", "bytes_in", "bytes_out", "promotions", "demotions", "demotions_dropped",
     "loads_in_flight", "checksum_failures", "io_errors",
 )  # fmt: skip
-_SSD = ("durable_blocks", "write_queue_bytes", "index_bytes", "segments")
+_SSD = ("durable_blocks", "write_queue_bytes", "file_bytes", "index_bytes", "segments")
 
 
 def full_report(namespaces: int = 2, tenants: int = 2) -> dict[str, Any]:

@@ -41,8 +41,9 @@ async def serve(settings, *, ready):
 app = types.ModuleType("kvstored.app")
 app.serve = serve
 sys.modules["kvstored.app"] = app
-from kvstored.cli import main
-sys.exit(main())
+from kvstored import cli
+cli._CLOSE_S = 0.1
+sys.exit(cli.main())
 """
 
 
@@ -307,7 +308,7 @@ def test_service_manager_hears_ready_alive_and_stopping(short_dir: Path) -> None
     assert f"MAINPID={process.pid}" in ready
     assert f"STATUS=serving cpu,ssd on {short_dir / 's.sock'}" in ready
     assert alive == "WATCHDOG=1"
-    assert "EXTEND_TIMEOUT_USEC=40000000" in stopping
+    assert "EXTEND_TIMEOUT_USEC=30200000" in stopping
 
 
 @contextlib.contextmanager

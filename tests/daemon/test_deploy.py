@@ -114,7 +114,7 @@ def test_every_series_and_label_of_dashboard_and_rules_is_in_metrics(series: dic
         "kvstored_namespace_delivered_blocks_total", "kvstored_namespace_queried_blocks_total",
         "kvstored_namespace_stored_blocks_total", "kvstored_pins_blocks", "kvstored_tenant_quota_bytes",
         "kvstored_tier_capacity_target_bytes", "kvstored_tier_eviction_age_seconds_count", "kvstored_tier_hits_total",
-        "kvstored_tier_index_bytes", "kvstored_tier_segments",
+        "kvstored_tier_file_bytes", "kvstored_tier_index_bytes", "kvstored_tier_segments",
     }  # fmt: skip
 
 

@@ -47,8 +47,9 @@ def test_event_is_one_line_with_its_fields() -> None:
 
 def test_json_event_is_one_object() -> None:
     with captured("json") as lines:
-        log.info("evicted %d blocks", 5, extra=fields(tier="cpu", blocks=5, none=None))
+        log.info("evicted %d blocks", 5, extra=fields(tier="cpu", blocks=5, none=None, tiers=["cpu", "ssd"]))
     told = json.loads(lines[0])
+    assert told["tiers"] == "cpu,ssd"
     assert (told["level"], told["event"], told["tier"], told["blocks"]) == ("info", "evicted 5 blocks", "cpu", 5)
 
 
