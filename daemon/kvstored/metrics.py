@@ -54,7 +54,7 @@ _TIER_COUNTERS = {
     "bytes_out": "Bytes read from the tier",
     "promotions": "Blocks copied to this tier from a slower one",
     "demotions": "Blocks copied to this tier from a faster one",
-    "demotions_dropped": "Writes to this tier left out because it could not keep up",
+    "demotions_dropped": "Blocks not written to a slower tier, which could not keep up",
     "checksum_failures": "Blocks whose bytes did not match their checksum",
     "io_errors": "Reads and writes that failed",
 }

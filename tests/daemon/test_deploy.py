@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvstore.wire import MISS_REASONS
 from kvstored.metrics import Exposition
 from kvstored.options import OPTIONS
 from kvstored.sources import gather
@@ -192,3 +193,35 @@ def test_container_file_sets_variables_that_exist() -> None:
     wanted = {extra for group in re.findall(r"\[([a-z,]+)\]'", text) for extra in group.split(",")}
     assert wanted
     assert wanted <= set(extras["options.extras_require"])
+
+
+# ---- docs
+
+
+def test_operations_explain_every_setting() -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+    explained = set(re.findall(r"`([a-z-]+)`", "\n".join(line.split("|")[1] for line in _rows(text))))
+    assert {option.key for option in OPTIONS} - explained == set()
+
+
+def test_operations_name_series_that_exist(series: dict[str, set[str]]) -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+    for name in re.findall(r"`(kvstored_[a-z_]+)`", text):
+        assert name in series, name
+    for outcome in MISS_REASONS:
+        assert f"`{outcome.name.lower()}`" in text
+
+
+def test_every_dependency_has_a_reason() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    groups = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
+    wanted = {re.split(r"[<>=\[]", line)[0] for group in groups for line in group.split("\n") if line.strip()}
+    rows = _rows((ROOT / "docs/dependencies.md").read_text())
+    explained = {name.strip() for line in rows for name in line.split("|")[1].split(",")}
+    assert wanted
+    assert wanted - explained == set()
+
+
+def _rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("|")]
