@@ -31,6 +31,10 @@ from kvstore.table import NEVER_S, NO_SLOT, BlockTable, Columns, Tier
 
 TICKS_PER_S = 100
 _EXPIRY_BUCKET_S = 1.0
+_LEASE = 1 << 16  # `holds` counts leases in its upper half, all others in its lower
+
+
+_fastest_tier = [(residency & -residency).bit_length() - 1 for residency in range(16)].__getitem__
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +97,7 @@ class Catalog:
         self._by_identity: dict[tuple[str, bytes], Tenancy] = {}
         self._groups: dict[tuple[str, bytes], list[Tenancy]] = {}
         self._lane_numbers: dict[tuple[int, str, Tier], int] = {}
+        self._unsettled: set[int] = set()  # held rows that have something to give back when they are let go
         self._condemned: deque[Iterator[tuple[bytes, int]]] = deque()
         self._expiring: dict[int, array[int]] = {}  # second -> rows whose life ends in it
         self._expired_until = self._bucket(self._start_s)
@@ -170,17 +175,29 @@ class Catalog:
 
     # ---- copies
 
-    def adopt(self, tenancy: Tenancy, block_hash: bytes, offset: int, checksum: int, ttl_s: float) -> int:
-        """Return the row of a new block whose bytes, complete and checked, lie in the cpu tier at `offset`."""
-        assert block_hash not in tenancy.rows
-        self._generation += 1
-        row = self.table.add(block_hash, tenancy.number, checksum, self._generation, NEVER_S)
-        self.table.slot[Tier.CPU][row] = offset
-        self.table.move(row, Tier.CPU, CopyEvent.ADOPT)
-        tenancy.rows[block_hash] = row
-        self._arrived(tenancy, row, Tier.CPU)
-        self.set_ttl(row, ttl_s)
-        return row
+    def adopt(
+        self, tenancy: Tenancy, hashes: Sequence[bytes], slots: Sequence[int], checksums: Iterable[int], ttl_s: float
+    ) -> list[int]:
+        """Return the rows of new blocks whose bytes, complete and checked, lie in the cpu tier in `slots`.
+
+        Give them in the order of their prefix: its tail is taken for the colder end.
+        """
+        count = len(hashes)
+        expires_s = self._now_s() + ttl_s if ttl_s > 0 else NEVER_S
+        rows = self.table.add_ready(
+            hashes, tenancy.number, Tier.CPU, slots, checksums, self._generation + 1, expires_s
+        )
+        self._generation += count
+        assert tenancy.rows.keys().isdisjoint(hashes)
+        tenancy.rows.update(zip(hashes, rows, strict=True))
+        tenancy.blocks[Tier.CPU] += count
+        owner = (tenancy.tenant, Tier.CPU)
+        self.used_bytes[owner] = self.used_bytes.get(owner, 0) + tenancy.slot_bytes * count
+        self.policies[Tier.CPU].admit_many(rows[::-1], tenancy.lanes[Tier.CPU], self.tick())
+        if ttl_s > 0:
+            for row in rows:
+                self._remember_expiry(row, expires_s)
+        return rows
 
     def restore(self, hashes: list[bytes], namespaces: array[int], columns: Columns) -> None:
         """Take in the blocks that the ssd tier found at start, coldest first; `namespaces` are tenancies' numbers."""
@@ -209,6 +226,8 @@ class Catalog:
         """Begin a copy: bytes will be put into `slot`. The caller holds the row."""
         self.table.move(row, tier, CopyEvent.FILL)
         self.table.slot[tier][row] = slot
+        if tier is Tier.CPU and self._is_transit(slot):
+            self._unsettled.add(row)
 
     def filled(self, row: int, tier: Tier) -> None:
         """The copy that was begun is complete."""
@@ -261,33 +280,59 @@ class Catalog:
 
     # ---- holds, pins, lives
 
+    def lease(self, rows: Iterable[int]) -> int:
+        """Keep the slots of blocks where they are until `unlease`; return how many had no lease before."""
+        holds, fresh = self.table.holds, 0
+        for row in rows:
+            before = holds[row]
+            if before < _LEASE:
+                fresh += 1
+            holds[row] = before + _LEASE
+        return fresh
+
+    def unlease(self, rows: Iterable[int]) -> int:
+        """Undo one `lease`; return how many have no lease any more."""
+        holds, unsettled, ended = self.table.holds, self._unsettled, 0
+        for row in rows:
+            left = holds[row] - _LEASE
+            holds[row] = left
+            if left < _LEASE:
+                ended += 1
+                if not left and row in unsettled:
+                    self._let_go(row)
+        return ended
+
+    def leases_on(self, row: int) -> int:
+        """Return how many leases there are on a block."""
+        return self.table.holds[row] // _LEASE
+
     def hold(self, row: int) -> None:
         """Keep a row's slots where they are until `unhold`."""
         self.table.holds[row] += 1
 
     def unhold(self, row: int) -> None:
         """Undo one `hold`."""
-        table = self.table
-        table.holds[row] -= 1
-        if table.holds[row]:
-            return
-        if table.state[Tier.CPU][row] == Copy.READY and self._is_transit(table.slot[Tier.CPU][row]):
-            self._leave_one(row, Tier.CPU, None)
-        self._settle(row)
+        self.table.holds[row] -= 1
+        if not self.table.holds[row]:
+            self._let_go(row)
 
-    def use(self, rows: Iterable[int]) -> None:
-        """Note a use of blocks; give the tail of a prefix first, so that its head is evicted last."""
+    def use(self, rows: Sequence[int]) -> None:
+        """Note a use of blocks; give the tail of a prefix first, so that its head is evicted last.
+
+        Rows that have gone meanwhile are passed over. A hit in memory leaves the order on ssd alone: a block is put
+        at its recent end when its copy in memory goes.
+        """
         now = self.tick()
-        table, policies = self.table, self.policies
+        residency, uses = self.table.residency, self.table.uses
         for row in rows:
-            residency = table.residency[row]
-            if table.uses[row] < 255:
-                table.uses[row] += 1
-            for tier, policy in policies.items():
-                # A hit in memory leaves the order on ssd alone: a copy in a faster tier protects there anyway.
-                if residency & (1 << tier):
-                    policy.use(row, now)
-                    break
+            if uses[row] < 255:
+                uses[row] += 1
+        fastest = set(map(_fastest_tier, map(residency.__getitem__, rows)))
+        for tier, policy in self.policies.items():
+            if fastest == {tier}:
+                policy.use_many(rows, now)
+            elif tier in fastest:
+                policy.use_many([row for row in rows if _fastest_tier(residency[row]) == tier], now)
 
     def slot_bytes(self, row: int) -> int:
         return self.tenancies[self.table.namespace[row]].slot_bytes
@@ -405,11 +450,22 @@ class Catalog:
         if not self.table.residency[row]:
             self._unlink(row)
 
+    def _let_go(self, row: int) -> None:
+        """Nobody holds this row any more: end what was only waiting for that."""
+        table = self.table
+        if table.state[Tier.CPU][row] == Copy.READY and self._is_transit(table.slot[Tier.CPU][row]):
+            self._leave_one(row, Tier.CPU, None)
+        self._settle(row)
+
     def _settle(self, row: int) -> None:
         """Give back the slots of a row that nobody holds, and the row itself when nothing is left of it."""
         table = self.table
-        if table.holds[row] or table.hash[row] is None:
+        if table.hash[row] is None:
             return
+        if table.holds[row]:
+            self._unsettled.add(row)
+            return
+        self._unsettled.discard(row)
         for tier in self.tiers:
             if table.state[tier][row] == Copy.LEAVING:
                 if tier is Tier.SSD:

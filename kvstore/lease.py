@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,9 +26,11 @@ from kvstore.errors import TooLarge, TooManyLeases
 class Holds(Protocol):
     """What leases ask of the catalog."""
 
-    def hold(self, row: int) -> None: ...
+    def lease(self, rows: Iterable[int]) -> int: ...
 
-    def unhold(self, row: int) -> None: ...
+    def unlease(self, rows: Iterable[int]) -> int: ...
+
+    def leases_on(self, row: int) -> int: ...
 
     def slot_bytes(self, row: int) -> int: ...
 
@@ -38,7 +41,7 @@ class WriteWindow(Protocol):
     @property
     def address(self) -> int: ...
 
-    def allocate(self, slot_bytes: int) -> int | None: ...
+    def allocate_many(self, slot_bytes: int, count: int) -> list[int]: ...
 
     def free(self, offset: int) -> None: ...
 
@@ -77,7 +80,6 @@ class Leases:
         self.pinned_bytes_max = pinned_bytes_max
         self._catalog = catalog
         self._leases: dict[int, Lease] = {}
-        self._pins: dict[int, int] = {}  # row -> leases on it
         self._ends: list[tuple[float, int]] = []
         self._next_token = 1
         self._released = asyncio.Event()
@@ -86,7 +88,7 @@ class Leases:
         return len(self._leases)
 
     def grant(self, session: Session, rows: Sequence[int], ends_s: float, *, copying: bool) -> Lease:
-        """Return a lease on blocks that are READY in the cpu tier.
+        """Return a lease on blocks of one namespace, at least one, that are READY in the cpu tier.
 
         Raises
         ------
@@ -95,17 +97,16 @@ class Leases:
         TooManyLeases
             Others pin too much now.
         """
-        self.check_ever(rows)
-        if self.pinned_bytes + self._fresh_bytes(rows) > self.pinned_bytes_max:
-            raise TooManyLeases(
-                f"leases pin {self.pinned_bytes} bytes and may pin {self.pinned_bytes_max}; release some and try again"
-            )
-        for row in rows:
-            pins = self._pins.get(row, 0)
-            if not pins:
-                self.pinned_bytes += self._catalog.slot_bytes(row)
-            self._pins[row] = pins + 1
-            self._catalog.hold(row)
+        slot_bytes = self._catalog.slot_bytes(rows[0])
+        if self.pinned_bytes + len(rows) * slot_bytes > self.pinned_bytes_max:
+            self.check_ever(rows)
+            fresh = sum(not self._catalog.leases_on(row) for row in set(rows))
+            if self.pinned_bytes + fresh * slot_bytes > self.pinned_bytes_max:
+                raise TooManyLeases(
+                    f"leases pin {self.pinned_bytes} bytes and may pin {self.pinned_bytes_max}: release some, then "
+                    "try again"
+                )
+        self.pinned_bytes += self._catalog.lease(rows) * slot_bytes
         lease = Lease(self._next_token, session, rows, ends_s, copying)
         self._next_token += 1
         self._leases[lease.token] = lease
@@ -115,7 +116,7 @@ class Leases:
 
     def check_ever(self, rows: Sequence[int]) -> None:
         """Raise TooLarge if a lease on these rows could not be granted even with no other lease around."""
-        wanted = sum(map(self._catalog.slot_bytes, set(rows)))
+        wanted = len(set(rows)) * self._catalog.slot_bytes(rows[0]) if rows else 0
         if wanted > self.pinned_bytes_max:
             raise TooLarge(
                 f"a lease on {wanted} bytes can never be granted: leases may pin {self.pinned_bytes_max} bytes of the "
@@ -162,27 +163,17 @@ class Leases:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariants hold."""
-        pins: dict[int, int] = {}
+        leases: Counter[int] = Counter()
         for lease in self._leases.values():
             assert lease.token in lease.session.leases
-            for row in lease.rows:
-                pins[row] = pins.get(row, 0) + 1
-        assert pins == self._pins
-        assert self.pinned_bytes == sum(map(self._catalog.slot_bytes, pins))
-
-    def _fresh_bytes(self, rows: Sequence[int]) -> int:
-        return sum(self._catalog.slot_bytes(row) for row in set(rows) if row not in self._pins)
+            leases.update(lease.rows)
+        assert all(self._catalog.leases_on(row) == count for row, count in leases.items())
+        assert self.pinned_bytes == sum(map(self._catalog.slot_bytes, leases))
 
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.token]
         lease.session.leases.discard(lease.token)
-        for row in lease.rows:
-            pins = self._pins[row] - 1
-            if pins:
-                self._pins[row] = pins
-            else:
-                del self._pins[row]
-                self.pinned_bytes -= self._catalog.slot_bytes(row)
-            self._catalog.unhold(row)
+        slot_bytes = self._catalog.slot_bytes(lease.rows[0])
+        self.pinned_bytes -= self._catalog.unlease(lease.rows) * slot_bytes
         self._released.set()
         self._released = asyncio.Event()

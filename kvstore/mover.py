@@ -382,7 +382,7 @@ class Mover:
         row, table, counters = load.row, self._catalog.table, self._catalog.counters
         del self._loads[row]
         if outcome is Outcome.HIT:
-            self._memory.set_owner(load.offset, row)
+            self._memory.set_owners((load.offset,), (row,))
             self._catalog.filled(row, Tier.CPU)
             counters[Tier.CPU].promotions += 1
             counters[Tier.SSD].bytes_out += self._tenancy(row).block_bytes

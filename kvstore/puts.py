@@ -43,8 +43,20 @@ class Ticket:
     ends_s: float
     arena: WriteWindow | None  # strict mode: `offsets` lie there, not in the pool
 
+    @property
+    def slot_charge(self) -> int:
+        """Bytes of the pool that one of its slots takes."""
+        return self.tenancy.slot_bytes if self.arena is None else 0
+
     def positions(self, *states: Put) -> list[int]:
+        if len(states) == 1 and self.states.count(states[0]) == len(self.states):
+            return list(range(len(self.states)))
         return [position for position, state in enumerate(self.states) if state in states]
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether its writer may still write to any slot of it."""
+        return Put.OPEN in self.states or Put.OVERDUE in self.states
 
 
 @dataclass(eq=False, slots=True)
@@ -94,7 +106,7 @@ class Puts:
         self._memory = memory
         self._room = room
         self._tickets: dict[int, Ticket] = {}
-        self._writing: dict[tuple[int, bytes], tuple[Ticket, int]] = {}
+        self._writing: dict[int, dict[bytes, Ticket]] = {}  # by namespace and hash
         self._arrivals: dict[tuple[int, bytes], list[Arrival]] = {}
         self._ends: list[tuple[float, int]] = []
         self._next_token = 1
@@ -109,45 +121,53 @@ class Puts:
 
         `pool`: take slots of the pool even if the session has a write window; the daemon itself writes them.
         """
-        outcomes = bytearray(len(hashes))
-        states = bytearray(len(hashes))
-        offsets = [0] * len(hashes)
+        count = len(hashes)
         ticket = Ticket(
-            self._next_token, session, tenancy, tenancy.epoch, hashes, states, offsets,
+            self._next_token, session, tenancy, tenancy.epoch, hashes, bytearray(count), [0] * count,
             now_s + self.limits.reservation_s, None if pool else session.arena,
         )  # fmt: skip
         self._next_token += 1
-        counters, number, slot_bytes = tenancy.counters, tenancy.number, tenancy.slot_bytes
-        granted = 0
-        used: list[int] = []
+        writing = self._writing.setdefault(tenancy.number, {})
+        outcomes = bytearray([Outcome.GRANTED]) * count
+        wanted: Sequence[int] = range(count)
+        new = tenancy.rows.keys().isdisjoint(hashes) and writing.keys().isdisjoint(hashes)
+        if not new or len(set(hashes)) != count:
+            wanted = self._not_there(tenancy, hashes, outcomes)
+        taken = self._take(ticket, len(wanted))
+        for position in wanted[len(taken) :]:
+            outcomes[position] = Outcome.NO_ROOM
+        if taken:
+            opened = next_put(Put.FREE, PutEvent.GRANT)
+            for position, offset in zip(wanted, taken, strict=False):
+                ticket.states[position] = opened
+                ticket.offsets[position] = offset
+                writing[hashes[position]] = ticket
+            self.reserved_bytes += ticket.slot_charge * len(taken)
+            self._tickets[ticket.token] = ticket
+            session.tickets.add(ticket.token)
+            heapq.heappush(self._ends, (ticket.ends_s, ticket.token))
+        return ticket, bytes(outcomes)
+
+    def _not_there(self, tenancy: Tenancy, hashes: Sequence[bytes], outcomes: bytearray) -> list[int]:
+        """Return the positions of blocks that nobody has or writes; the others' outcomes become PRESENT or BUSY."""
+        writing, counters = self._writing[tenancy.number], tenancy.counters
+        wanted: list[int] = []
+        present: list[int] = []
+        seen: set[bytes] = set()
         for position, block_hash in enumerate(hashes):
             row = self._catalog.find(tenancy, block_hash)
             if row is not None:
                 outcomes[position] = Outcome.PRESENT
                 counters.present_blocks += 1
-                used.append(row)
-                continue
-            if (number, block_hash) in self._writing:
+                present.append(row)
+            elif block_hash in writing or block_hash in seen:
                 outcomes[position] = Outcome.BUSY
                 counters.busy_blocks += 1
-                continue
-            offset = self._take(ticket, tenancy)
-            if offset is None:
-                outcomes[position] = Outcome.NO_ROOM
-                continue
-            states[position] = next_put(states[position], PutEvent.GRANT)
-            offsets[position] = offset
-            outcomes[position] = Outcome.GRANTED
-            self._writing[number, block_hash] = (ticket, position)
-            if ticket.arena is None:
-                self.reserved_bytes += slot_bytes
-            granted += 1
-        self._note_use(used[::-1])
-        if granted:
-            self._tickets[ticket.token] = ticket
-            session.tickets.add(ticket.token)
-            heapq.heappush(self._ends, (ticket.ends_s, ticket.token))
-        return ticket, bytes(outcomes)
+            else:
+                seen.add(block_hash)
+                wanted.append(position)
+        self._note_use(present[::-1])
+        return wanted
 
     def ticket(self, session: Session, token: int) -> Ticket:
         """Return a live ticket of this session; LeaseExpired if there is none."""
@@ -172,38 +192,57 @@ class Puts:
         """
         tenancy = ticket.tenancy
         positions = ticket.positions(Put.OPEN) if which is None else which
-        result = SealResult(bytearray(len(positions)))
-        dropped = ticket.epoch != tenancy.epoch
-        for at, position in enumerate(positions):
-            state = ticket.states[position] if position < len(ticket.states) else Put.FREE
-            if state != Put.OPEN or dropped:
-                result.outcomes[at] = Outcome.REFUSED
-                self._decline(ticket, position, slots, at)
-                continue
-            block_hash, offset = ticket.hashes[position], ticket.offsets[position]
-            if self._catalog.find(tenancy, block_hash) is not None:
-                result.outcomes[at] = Outcome.PRESENT
-                self._decline(ticket, position, slots, at)
-                continue
-            ticket.states[position] = next_put(state, PutEvent.SEAL)
-            del self._writing[tenancy.number, block_hash]
-            if ticket.arena is None:
-                self.reserved_bytes -= tenancy.slot_bytes
-            elif slots is not None:
-                ticket.arena.free(offset)
-                offset = slots[at]
-                self.reserved_bytes -= tenancy.slot_bytes
-                self.copying_bytes -= tenancy.slot_bytes
-            checksum = checksums[at] if checksums else NOT_COMPUTED
-            row = self._catalog.adopt(tenancy, block_hash, offset, checksum, tenancy.ttl_s if ttl_s is None else ttl_s)
-            self._memory.set_owner(offset, row)
-            result.outcomes[at] = Outcome.SEALED
-            result.rows.append(row)
-        tenancy.counters.stored_blocks += len(result.rows)
-        self._catalog.counters[Tier.CPU].bytes_in += len(result.rows) * tenancy.block_bytes
+        result = SealResult(bytearray([Outcome.SEALED]) * len(positions))
+        sealed = self._admitted(ticket, positions, slots, result.outcomes)
+        if sealed:
+            hashes = [ticket.hashes[positions[at]] for at in sealed]
+            offsets = [ticket.offsets[positions[at]] for at in sealed]
+            after = next_put(Put.OPEN, PutEvent.SEAL)
+            for at in sealed:
+                ticket.states[positions[at]] = after
+            writing = self._writing[tenancy.number]
+            for block_hash in hashes:
+                del writing[block_hash]
+            if slots is not None and ticket.arena is not None:
+                for offset in offsets:
+                    ticket.arena.free(offset)
+                offsets = [slots[at] for at in sealed]
+                self.copying_bytes -= tenancy.slot_bytes * len(sealed)
+            self.reserved_bytes -= tenancy.slot_bytes * len(sealed)
+            sums = [checksums[at] for at in sealed] if checksums else [NOT_COMPUTED] * len(sealed)
+            result.rows = self._catalog.adopt(
+                tenancy, hashes, offsets, sums, tenancy.ttl_s if ttl_s is None else ttl_s
+            )
+            self._memory.set_owners(offsets, result.rows)
+            tenancy.counters.stored_blocks += len(sealed)
+            self._catalog.counters[Tier.CPU].bytes_in += len(sealed) * tenancy.block_bytes
+            self._arrived(tenancy, hashes)
         self._finish(ticket)
-        self._arrived(tenancy, (ticket.hashes[position] for position in positions if position < len(ticket.hashes)))
         return result
+
+    def _admitted(
+        self, ticket: Ticket, positions: Sequence[int], slots: Sequence[int] | None, outcomes: bytearray
+    ) -> list[int]:
+        """Return the indices of `positions` that become blocks; the others' outcomes are set and their slots freed."""
+        tenancy, states = ticket.tenancy, ticket.states
+        dropped = ticket.epoch != tenancy.epoch
+        admitted: list[int] = []
+        for at, position in enumerate(positions):
+            if dropped or position >= len(states) or states[position] != Put.OPEN:
+                outcomes[at] = Outcome.REFUSED
+            elif ticket.hashes[position] in tenancy.rows and self._is_there(ticket, position):
+                outcomes[at] = Outcome.PRESENT
+            else:
+                admitted.append(at)
+                continue
+            if position < len(states) and states[position] in (Put.OPEN, Put.OVERDUE):
+                self._give_back(ticket, position)
+            if slots is not None:
+                self.free_copy(tenancy, slots[at])
+        return admitted
+
+    def _is_there(self, ticket: Ticket, position: int) -> bool:
+        return self._catalog.find(ticket.tenancy, ticket.hashes[position]) is not None
 
     def forfeit(self, ticket: Ticket, which: Sequence[int] | None) -> int:
         """Give up positions (None: all that are left), which are not written any more; return how many."""
@@ -235,7 +274,7 @@ class Puts:
     # ---- waiting
 
     def is_busy(self, tenancy: Tenancy, block_hash: bytes) -> bool:
-        return (tenancy.number, block_hash) in self._writing
+        return block_hash in self._writing.get(tenancy.number, ())
 
     def wait(self, tenancy: Tenancy, missing: Iterable[bytes], tell: Callable[[Outcome], None]) -> Arrival:
         """Register somebody who waits for blocks that are not there; `stop_waiting` must be called in the end."""
@@ -266,10 +305,9 @@ class Puts:
 
     def drop_all(self, tenancy: Tenancy) -> None:
         """The namespace was dropped: its open puts can't be sealed any more, and nobody need wait for them."""
-        for number, block_hash in [key for key in self._writing if key[0] == tenancy.number]:
+        for block_hash, ticket in self._writing.pop(tenancy.number, {}).items():
+            self._to_quarantine(ticket, ticket.hashes.index(block_hash))
             self.abort(tenancy, (block_hash,))
-            ticket, position = self._writing.pop((number, block_hash))
-            self._to_quarantine(ticket, position)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariants hold."""
@@ -277,26 +315,26 @@ class Puts:
         for ticket in self._tickets.values():
             assert ticket.token in ticket.session.tickets
             for position in ticket.positions(Put.OPEN):
-                assert self._writing[ticket.tenancy.number, ticket.hashes[position]] == (ticket, position)
-            charged = ticket.tenancy.slot_bytes if ticket.arena is None else 0
-            reserved += len(ticket.positions(Put.OPEN)) * charged
-            quarantined += len(ticket.positions(Put.OVERDUE)) * charged
+                assert self._writing[ticket.tenancy.number][ticket.hashes[position]] is ticket
+            reserved += len(ticket.positions(Put.OPEN)) * ticket.slot_charge
+            quarantined += len(ticket.positions(Put.OVERDUE)) * ticket.slot_charge
         assert reserved + self.copying_bytes == self.reserved_bytes
         assert quarantined == self.quarantined_bytes
-        assert sum(len(t.positions(Put.OPEN)) for t in self._tickets.values()) == len(self._writing)
+        written = sum(map(len, self._writing.values()))
+        assert written == sum(len(ticket.positions(Put.OPEN)) for ticket in self._tickets.values())
 
     # ---- the inside
 
-    def _may_grow(self, session: Session, slot_bytes: int) -> bool:
-        return (
-            self.reserved_bytes + self.quarantined_bytes + slot_bytes <= self.limits.total_bytes
-            and session.quarantined_bytes + slot_bytes <= self.limits.session_bytes
-        )
-
-    def _take(self, ticket: Ticket, tenancy: Tenancy) -> int | None:
+    def _take(self, ticket: Ticket, count: int) -> list[int]:
+        """Return the offsets of up to `count` slots, as far as the limits allow."""
+        slot_bytes = ticket.tenancy.slot_bytes
         if ticket.arena is not None:
-            return ticket.arena.allocate(tenancy.slot_bytes)
-        return self._room.take(tenancy) if self._may_grow(ticket.session, tenancy.slot_bytes) else None
+            return ticket.arena.allocate_many(slot_bytes, count)
+        left_bytes = min(
+            self.limits.total_bytes - self.reserved_bytes - self.quarantined_bytes,
+            self.limits.session_bytes - ticket.session.quarantined_bytes,
+        )
+        return self._room.take_many(ticket.tenancy, min(count, max(0, left_bytes // slot_bytes)))
 
     def take_for_copy(self, tenancy: Tenancy) -> int | None:
         """Return a slot of the pool for the daemon's own copy in strict mode; `seal` or `free_copy` must follow."""
@@ -312,18 +350,12 @@ class Puts:
         self.copying_bytes -= tenancy.slot_bytes
         self._memory.free(offset)
 
-    def _decline(self, ticket: Ticket, position: int, slots: Sequence[int] | None, at: int) -> None:
-        if position < len(ticket.states) and ticket.states[position] in (Put.OPEN, Put.OVERDUE):
-            self._give_back(ticket, position)
-        if slots is not None:
-            self.free_copy(ticket.tenancy, slots[at])
-
     def _give_back(self, ticket: Ticket, position: int) -> None:
         """The writer is done with this slot and it holds nothing: free it."""
-        charged = ticket.tenancy.slot_bytes if ticket.arena is None else 0
+        charged = ticket.slot_charge
         if ticket.states[position] == Put.OPEN:
             ticket.states[position] = next_put(Put.OPEN, PutEvent.FORFEIT)
-            del self._writing[ticket.tenancy.number, ticket.hashes[position]]
+            del self._writing[ticket.tenancy.number][ticket.hashes[position]]
             self.reserved_bytes -= charged
             if ticket.hashes[position] not in ticket.tenancy.rows:
                 self.abort(ticket.tenancy, (ticket.hashes[position],))
@@ -336,12 +368,12 @@ class Puts:
 
     def _expire(self, ticket: Ticket) -> None:
         for position in ticket.positions(Put.OPEN):
-            del self._writing[ticket.tenancy.number, ticket.hashes[position]]
+            del self._writing[ticket.tenancy.number][ticket.hashes[position]]
             self._to_quarantine(ticket, position)
             self.abort(ticket.tenancy, (ticket.hashes[position],))
 
     def _to_quarantine(self, ticket: Ticket, position: int) -> None:
-        charged = ticket.tenancy.slot_bytes if ticket.arena is None else 0
+        charged = ticket.slot_charge
         ticket.states[position] = next_put(ticket.states[position], PutEvent.EXPIRE)
         self.reserved_bytes -= charged
         self.quarantined_bytes += charged
@@ -349,7 +381,7 @@ class Puts:
         ticket.session.quarantined_bytes += charged
 
     def _finish(self, ticket: Ticket) -> None:
-        if not ticket.positions(Put.OPEN, Put.OVERDUE):
+        if not ticket.has_slots:
             self._tickets.pop(ticket.token, None)
             ticket.session.tickets.discard(ticket.token)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from kvstore.catalog import Catalog, Tenancy
 from kvstore.clock import Clock
@@ -27,7 +28,7 @@ from kvstore.table import Tier
 from kvstore.wire import MISS_FIRST, Acquire, Acquired, Found, Lookup, Outcome
 
 _ROOM_ROUND_S = 0.1
-_IN_MEMORY = Tier.CPU.bit
+_IN_MEMORY = frozenset(residency for residency in range(16) if residency & Tier.CPU.bit)
 
 
 @dataclass(slots=True)
@@ -128,7 +129,7 @@ class Reads:
         if len(rows) != len(request.hashes) or not rows:
             return None
         residency = self._catalog.table.residency
-        if not all(residency[row] & _IN_MEMORY for row in rows):
+        if not all(map(_IN_MEMORY.__contains__, set(map(residency.__getitem__, rows)))):
             return None
         if request.copying and len(rows) * tenancy.slot_bytes > self.limits.window_bytes:
             return None
@@ -267,7 +268,7 @@ class Reads:
     ) -> Acquired:
         """Return a lease on the rows that are not None, all in memory; `sources`: where they were before."""
         slots = self._catalog.table.slot[Tier.CPU]
-        granted = [row for row in rows if row is not None]
+        granted = [row for row in rows if row is not None] if None in rows else cast("list[int]", rows)
         lease_s = min(request.lease_s or self.limits.lease_s_max, self.limits.lease_s_max)
         token = 0
         if granted:
@@ -278,10 +279,16 @@ class Reads:
             self._note_use(granted[::-1])
         if request.count:
             # LATER keys come again in the next request: they are counted there.
-            final = [at for at, outcome in enumerate(outcomes) if outcome != Outcome.LATER]
-            tiers = bytes(sources[at] if outcomes[at] == Outcome.HIT else 0 for at in final)
-            self._count(tenancy, bytes(outcomes[at] for at in final), tiers)
-        offsets = [0 if row is None else slots[row] for row in rows]
+            if len(granted) == len(rows):
+                self._count(tenancy, outcomes, sources)
+            else:
+                final = [at for at, outcome in enumerate(outcomes) if outcome != Outcome.LATER]
+                tiers = bytes(sources[at] if outcomes[at] == Outcome.HIT else 0 for at in final)
+                self._count(tenancy, bytes(outcomes[at] for at in final), tiers)
+        if len(granted) == len(rows):
+            offsets = list(map(slots.__getitem__, granted))
+        else:
+            offsets = [0 if row is None else slots[row] for row in rows]
         checksums: list[int] = []
         if self.limits.verify_reads:
             checksums = [0 if row is None else self._catalog.table.checksum[row] for row in rows]

@@ -32,6 +32,19 @@ class Room:
         self._quotas = quotas
         self._victims = Victims(catalog, Tier.CPU, memory, self._would_be_lost)
 
+    def take_many(self, tenancy: Tenancy, count: int) -> list[int]:
+        """Return the offsets of up to `count` slots for blocks of `tenancy`, evicting for those that aren't free."""
+        if tenancy.tenant in self._quotas:
+            offsets: list[int] = []
+        else:
+            offsets = self._memory.allocate_many(tenancy.slot_bytes, count)
+        while len(offsets) < count:
+            offset = self.take(tenancy)
+            if offset is None:
+                break
+            offsets.append(offset)
+        return offsets
+
     def take(self, tenancy: Tenancy, *, for_load: bool = False) -> int | None:
         """Return the offset of a slot for a block of `tenancy`, or None."""
         offset: int | None = None

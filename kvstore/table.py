@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvstore.lifecycle import Copy, CopyEvent, next_copy
@@ -65,18 +66,37 @@ class BlockTable:
     def __len__(self) -> int:
         return len(self.hash) - len(self._free)
 
-    def add(self, block_hash: bytes, namespace: int, checksum: int, generation: int, expires_s: float) -> int:
-        """Return a new row with these fields, absent in every tier."""
-        if not self._free:
+    def add_ready(
+        self,
+        hashes: Sequence[bytes],
+        namespace: int,
+        tier: Tier,
+        slots: Sequence[int],
+        checksums: Iterable[int],
+        generation: int,
+        expires_s: float,
+    ) -> list[int]:
+        """Return new rows, in this order, of blocks that are READY in `tier`; generations count up from `generation`."""
+        count = len(hashes)
+        while len(self._free) < count:
             self._grow()
-        row = self._free.pop()
-        self.hash[row] = block_hash
-        self.namespace[row] = namespace
-        self.checksum[row] = checksum
-        self.generation[row] = generation
-        self.expires_s[row] = expires_s
-        self.uses[row] = 0
-        return row
+        rows = self._free[len(self._free) - count :].tolist()[::-1]
+        del self._free[len(self._free) - count :]
+        ready, bit = next_copy(Copy.ABSENT, CopyEvent.ADOPT), tier.bit
+        table_slot, table_state, residency = self.slot[tier], self.state[tier], self.residency
+        hash_, ns, sums, generations = self.hash, self.namespace, self.checksum, self.generation
+        for row, block_hash, slot, checksum in zip(rows, hashes, slots, checksums, strict=True):
+            hash_[row] = block_hash
+            ns[row] = namespace
+            sums[row] = checksum
+            generations[row] = generation
+            generation += 1
+            table_slot[row] = slot
+            table_state[row] = ready
+            residency[row] = bit
+            self.expires_s[row] = expires_s
+            self.uses[row] = 0
+        return rows
 
     def remove(self, row: int) -> None:
         """Free a row whose block is absent everywhere and held by nobody."""

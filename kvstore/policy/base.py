@@ -30,6 +30,10 @@ class Policy(Protocol):
         """Note that a row was used."""
         ...
 
+    def use_many(self, rows: Sequence[int], now: int) -> None:
+        """Note that rows were used, in this order."""
+        ...
+
     def remove(self, row: int) -> None:
         """Forget a row."""
         ...

@@ -24,12 +24,14 @@ class LeastRecentlyUsed:
         self._queues.append(row, queue)
 
     def admit_many(self, rows: Sequence[int], lane: int, now: int) -> None:
-        if rows:
-            last = max(rows)
-            self._last_use.extend([0] * (last + 1 - len(self._last_use)))
-            for row in rows:
-                self._last_use[row] = now
-            self._queues.append_many(rows, self._queue(lane))
+        if not rows:
+            return
+        last_use = self._last_use
+        if (last := max(rows)) >= len(last_use):
+            last_use.extend([0] * max(1024, len(last_use) // 8, last + 1 - len(last_use)))
+        for row in rows:
+            last_use[row] = now
+        self._queues.append_many(rows, self._queue(lane))
 
     def use(self, row: int, now: int) -> None:
         queues = self._queues
@@ -38,6 +40,14 @@ class LeastRecentlyUsed:
         if queues.newest[queue] != row:
             queues.remove(row)
             queues.append(row, queue)
+
+    def use_many(self, rows: Sequence[int], now: int) -> None:
+        last_use = self._last_use
+        for row in rows:
+            last_use[row] = now
+        if not self._queues.ends_with(rows):
+            for row in rows:
+                self.use(row, now)
 
     def remove(self, row: int) -> None:
         self._queues.remove(row)

@@ -88,6 +88,17 @@ class RowQueues:
         self.length[queue] -= 1
         return queue
 
+    def ends_with(self, rows: Sequence[int]) -> bool:
+        """Return whether these rows, in this order, are the newest of one queue: then moving them changes nothing."""
+        if not rows:
+            return True
+        older, at = self.older, self.newest[self.queue_of[rows[-1]]]
+        for row in reversed(rows):
+            if row != at:
+                return False
+            at = older[row]
+        return True
+
     def from_oldest(self, queue: int) -> Iterator[int]:
         """Yield the rows of a queue, oldest first."""
         row = self.oldest[queue]

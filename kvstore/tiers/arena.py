@@ -34,9 +34,9 @@ class Arena:
         self.copies = 0  # threads that copy from it now
         self._closing = False
 
-    def allocate(self, slot_bytes: int) -> int | None:
-        """Return the offset of a slot for the client to write, or None."""
-        return self.slab.allocate(slot_bytes)
+    def allocate_many(self, slot_bytes: int, count: int) -> list[int]:
+        """Return the offsets of up to `count` slots for the client to write."""
+        return self.slab.allocate_many(slot_bytes, count)
 
     def free(self, offset: int) -> None:
         self.slab.free(offset)

@@ -17,6 +17,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.errors import BadSetting, TierUnavailable
@@ -124,6 +125,11 @@ class MemoryTier:
         offset = self.slab.allocate(slot_bytes)
         return None if offset is None else offset + self._transit_bytes
 
+    def allocate_many(self, slot_bytes: int, count: int) -> list[int]:
+        """Return the offsets of up to `count` ordinary slots."""
+        start = self._transit_bytes
+        return [offset + start for offset in self.slab.allocate_many(slot_bytes, count)]
+
     def allocate_transit(self, slot_bytes: int) -> int | None:
         """Return the offset of a slot in transit, or None."""
         return self._transit.allocate(slot_bytes)
@@ -137,10 +143,12 @@ class MemoryTier:
     def is_transit(self, offset: int) -> bool:
         return offset < self._transit_bytes
 
-    def set_owner(self, offset: int, row: int) -> None:
-        """Note which row an ordinary slot belongs to, for `owners`."""
-        if not self.is_transit(offset):
-            self.slab.set_owner(offset - self._transit_bytes, row)
+    def set_owners(self, offsets: Sequence[int], rows: Sequence[int]) -> None:
+        """Note which rows ordinary slots belong to, for `owners`."""
+        start, slab = self._transit_bytes, self.slab
+        for offset, row in zip(offsets, rows, strict=True):
+            if offset >= start:
+                slab.set_owner(offset - start, row)
 
     def owners(self, offset: int) -> list[int] | None:
         """Return the rows of all used slots in a slot's region, NOBODY for one being written; None for transit."""

@@ -122,20 +122,26 @@ class Slab:
 
     def allocate(self, slot_bytes: int) -> int | None:
         """Return the offset of a slot that is now used, or None if the class has none and no chunks are free."""
-        open_regions = self._open.get(slot_bytes)
-        if open_regions:
-            region = next(iter(open_regions.values()))
-        else:
-            created = self._create(slot_bytes)
-            if created is None:
-                return None
-            region = created
-        slot = region.free_slots.pop()
-        if not region.free_slots:
-            del self._open[slot_bytes][region.first_chunk]
-        region.used[slot] = 1
-        self.used_bytes += slot_bytes
-        return region.start + slot * slot_bytes
+        return next(iter(self.allocate_many(slot_bytes, 1)), None)
+
+    def allocate_many(self, slot_bytes: int, count: int) -> list[int]:
+        """Return the offsets of up to `count` slots that are now used: fewer where there are no more."""
+        offsets: list[int] = []
+        while len(offsets) < count:
+            open_regions = self._open.get(slot_bytes)
+            region = next(iter(open_regions.values())) if open_regions else self._create(slot_bytes)
+            if region is None:
+                break
+            taken = region.free_slots[max(0, len(region.free_slots) - (count - len(offsets))) :]
+            del region.free_slots[len(region.free_slots) - len(taken) :]
+            if not region.free_slots:
+                del self._open[slot_bytes][region.first_chunk]
+            start, used = region.start, region.used
+            for slot in reversed(taken):
+                used[slot] = 1
+                offsets.append(start + slot * slot_bytes)
+        self.used_bytes += len(offsets) * slot_bytes
+        return offsets
 
     def free(self, offset: int) -> None:
         """Make a used slot free."""
