@@ -12,7 +12,9 @@
 from __future__ import annotations
 
 from kvclient._buffers import aligned_buffer
+from kvclient.aio import AsyncClient, AsyncNamespaceHandle
 from kvclient.client import Client, NamespaceHandle
+from kvclient.paged import PagedKV
 from kvclient.results import Changed, FetchResult, Lease, Lookup, StoreResult
 from kvstore import errors, prefix
 from kvstore.block import BlockHash, Component, Namespace, Slice, block_hash
@@ -20,7 +22,9 @@ from kvstore.wire import Outcome
 
 __all__ = [
     "Client",
+    "AsyncClient",
     "NamespaceHandle",
+    "AsyncNamespaceHandle",
     "Namespace",
     "Component",
     "Slice",
@@ -31,6 +35,7 @@ __all__ = [
     "FetchResult",
     "Changed",
     "Lease",
+    "PagedKV",
     "aligned_buffer",
     "block_hash",
     "errors",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from kvstore.errors import NamespaceMismatch, UsageError
@@ -118,6 +119,8 @@ def blocks_of(given: Any, count: int, block_bytes: int, *, writable: bool) -> Bl
         scattered = cast("Scattered", given)
         if scattered.count != count:
             raise NamespaceMismatch(f"{count} block hashes were given with {scattered.count} scattered blocks")
+        if writable and not getattr(scattered, "is_writable", True):
+            raise UsageError("tensors that are read-only can't take blocks: give writable ones")
         return InSegments(scattered)
     if isinstance(given, (list, tuple)):
         return ManyBuffers(cast("Sequence[Any]", given), count, block_bytes, writable=writable)
@@ -173,6 +176,36 @@ def address_of(exporter: Any) -> int:
     return address
 
 
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """A tensor or array in memory; `strides` are bytes."""
+
+    address: int
+    item_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    writable: bool
+
+
+def strided(tensor: Any) -> Strided:
+    """Return where a torch tensor, a numpy array or a memoryview lies, contiguous or not."""
+    if hasattr(tensor, "data_ptr"):
+        _check_on_host(tensor)
+        item_bytes = tensor.element_size()
+        strides = tuple(stride * item_bytes for stride in tensor.stride())
+        return Strided(tensor.data_ptr(), item_bytes, tuple(tensor.shape), strides, writable=True)
+    if hasattr(tensor, "__array_interface__"):
+        address, readonly = tensor.__array_interface__["data"]
+        return Strided(address, tensor.itemsize, tuple(tensor.shape), tuple(tensor.strides), not readonly)
+    try:
+        view = memoryview(tensor)
+    except TypeError as exc:
+        raise UsageError(f"{type(tensor).__name__} is neither a tensor nor an array") from exc
+    if not view.c_contiguous or view.shape is None or view.strides is None:
+        raise NamespaceMismatch("a memoryview of paged KV must be contiguous: copy it first")
+    return Strided(address_of(view), view.itemsize, view.shape, view.strides, not view.readonly)
+
+
 def _locate(buffer: Any, writable: bool) -> tuple[int, int, Any]:
     """Return address, size in bytes and what keeps both true."""
     if hasattr(buffer, "data_ptr"):
@@ -198,11 +231,15 @@ def _locate(buffer: Any, writable: bool) -> tuple[int, int, Any]:
 
 
 def _locate_tensor(tensor: Any) -> tuple[int, int, Any]:
-    if not getattr(tensor, "is_cpu", True):
-        raise UsageError(f"a tensor on {tensor.device} can't be reached from here: copy it to host memory first")
+    _check_on_host(tensor)
     if not tensor.is_contiguous():
         raise NamespaceMismatch("a tensor is not contiguous: call .contiguous(), or describe it by PagedKV")
     return tensor.data_ptr(), tensor.nbytes, tensor
+
+
+def _check_on_host(tensor: Any) -> None:
+    if not getattr(tensor, "is_cpu", True):
+        raise UsageError(f"a tensor on {tensor.device} can't be reached from here: copy it to host memory first")
 
 
 def _locate_array(array: Any, writable: bool) -> tuple[int, int, Any]:

@@ -19,6 +19,7 @@ from kvclient._session import Session
 from kvclient._steps import Copy, Operation, Pause, Send, Step, Steps, answer, ask
 from kvclient._windows import Window, places_of, windows_of
 from kvclient.results import FetchResult
+from kvclient.stats import ClientStats
 from kvstore import wire
 from kvstore.errors import ChecksumMismatch, KVStoreError, RemoteProtocolError, TooLarge
 from kvstore.wire import Outcome
@@ -42,6 +43,7 @@ class Fetch(Operation[FetchResult]):
         wait_s: float = 0.0,
         max_ms: float | None = None,
         run: bool = True,
+        count: bool = True,
         lease_s: float = LEASE_S,
         progress: Progress | None = None,
     ) -> None:
@@ -52,6 +54,7 @@ class Fetch(Operation[FetchResult]):
         self._wait_s = wait_s
         self._max_ms = max_ms
         self._run = run
+        self._count = count
         self._lease_s = lease_s
         self._progress = progress
         self._outcomes = bytearray(len(hashes))
@@ -91,6 +94,10 @@ class Fetch(Operation[FetchResult]):
             self._outcomes[self._end + 1 :] = bytes(o or Outcome.ABSENT for o in self._outcomes[self._end + 1 :])
         return FetchResult(settled(self._outcomes, failure), failure)
 
+    def tally(self, stats: ClientStats, result: FetchResult) -> None:
+        super().tally(stats, result)
+        stats.fetched(result.raw, self._space.block_bytes)
+
     def _acquire(
         self, session: Session, deadline_at: float, positions: Sequence[int]
     ) -> Generator[Step, Any, None]:
@@ -106,6 +113,7 @@ class Fetch(Operation[FetchResult]):
             deadline_s=left_s,
             max_ms=self._max_ms,
             run=self._run,
+            count=self._count,
         )
         alone = not self._in_flight and not self.held
         self._in_flight.append(Window(positions, request.id, now, alone))
@@ -170,14 +178,14 @@ class Hold(Operation[FetchResult]):
     """Acquire without copying: all blocks at once, until `lease` is released. `views` are theirs, None for a miss."""
 
     def __init__(
-        self, space: Space, hashes: list[bytes], *, wait_s: float = 0.0, max_ms: float | None = None, run: bool = False
+        self, space: Space, hashes: list[bytes], *, wait_s: float = 0.0, max_ms: float | None = None, count: bool = True
     ) -> None:
         super().__init__()
         self._space = space
         self._hashes = hashes
         self._wait_s = wait_s
         self._max_ms = max_ms
-        self._run = run
+        self._count = count
         self._outcomes = bytearray(len(hashes))
         self.views: list[memoryview | None] = []
 
@@ -200,7 +208,7 @@ class Hold(Operation[FetchResult]):
             wait_s=min(left_s, self._wait_s),
             deadline_s=left_s,
             max_ms=self._max_ms,
-            run=self._run,
+            count=self._count,
         )
         reply = yield from ask(request, wire.Acquired, patient=self._wait_s > 0)
         if reply.lease:
@@ -208,9 +216,9 @@ class Hold(Operation[FetchResult]):
         check_outcomes(reply.outcomes, len(self._hashes), _ACQUIRED)
         hits = [at for at, outcome in enumerate(reply.outcomes) if outcome == Outcome.HIT]
         views: list[memoryview | None] = [None] * len(self._hashes)
-        if hits:
-            if not reply.lease or len(reply.offsets) != len(self._hashes):
-                raise RemoteProtocolError("the daemon named hits without a lease or a place for each")
+        if reply.lease:
+            if len(reply.offsets) != len(self._hashes):
+                raise RemoteProtocolError("the daemon granted a lease without a place for each block")
             size = self._space.block_bytes
             slots = places_of(session.pool, reply.offsets, hits, size)
             assert session.pool is not None
@@ -220,11 +228,15 @@ class Hold(Operation[FetchResult]):
         self.held.pop(reply.lease, None)
         self.lease = reply.lease
         self.views = views
-        self._outcomes[:] = reply.outcomes
+        there = Outcome.HIT if reply.lease else Outcome.LATER
+        self._outcomes[:] = reply.outcomes.replace(bytes([Outcome.HIT]), bytes([there]))
 
     def result(self, failure: KVStoreError | None) -> FetchResult:
-        raw = settled(self._outcomes, failure)
-        return FetchResult(raw.replace(bytes([Outcome.LATER]), bytes([Outcome.NO_ROOM])), failure)
+        return FetchResult(settled(self._outcomes, failure), failure)
+
+    def tally(self, stats: ClientStats, result: FetchResult) -> None:
+        super().tally(stats, result)
+        stats.fetched(result.raw, self._space.block_bytes)
 
     def _verify(
         self, session: Session, reply: wire.Acquired, hits: list[int], slots: list[int]

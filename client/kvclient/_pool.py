@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvclient import _buffers
@@ -53,6 +53,8 @@ class Mapping:
         steps = -(-size_bytes // _STEP_BYTES)
         self._touched = bytearray(steps)
         self._untouched_count = steps
+        # Called at the first use.
+        self.on_use: Callable[[], None] | None = None
 
     def view(self, offset: int, size_bytes: int) -> memoryview:
         """Return a read-only view, which keeps the mapping alive."""
@@ -73,6 +75,9 @@ class Mapping:
         """
         if not self._untouched_count:
             return
+        if self.on_use is not None:
+            on_use, self.on_use = self.on_use, None
+            on_use()
         touched = self._touched
         for offset in offsets:
             for step in range(offset // _STEP_BYTES, (offset + size_bytes - 1) // _STEP_BYTES + 1):
@@ -94,8 +99,9 @@ class Mapping:
             if not touched:
                 start = step * _STEP_BYTES
                 length = min(_STEP_BYTES, self.size_bytes - start)
-                resident = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
-                if not _mincore(self.address + start, length, resident) and all(page & 1 for page in bytes(resident)):
+                pages = -(-length // mmap.PAGESIZE)
+                resident = (ctypes.c_ubyte * pages)()
+                if not _mincore(self.address + start, length, resident) and bytes(resident).count(1) == pages:
                     found.append(step)
         return found
 
@@ -154,7 +160,8 @@ class Mappings:
                 retired = self._toucher
                 pool = Mapping(fd, welcome.pool_bytes, writable=welcome.mode == "trusted")
                 self._pool, self._boot_id = pool, welcome.boot_id
-                self._toucher = PageToucher(pool) if self._pretouch else None
+                self._toucher = toucher = PageToucher(pool) if self._pretouch else None
+                pool.on_use = toucher.start if toucher is not None else None
         if retired is not None:
             retired.stop()
         return pool
@@ -163,19 +170,25 @@ class Mappings:
 class PageToucher:
     """Fills this process's page tables for a mapping in the background, so that no copy meets a page fault.
 
-    Only pages that the daemon has filled are touched: touching others would take their memory on this process's account.
+    Only pages that the daemon has filled are touched: touching others would take memory on this process's account.
     """
 
     def __init__(self, mapping: Mapping) -> None:
         self._mapping = weakref.ref(mapping)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvclient-pretouch", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, unless it is too late."""
+        if not self._stopped.is_set():
+            self._thread = threading.Thread(target=self._run, name="kvclient-pretouch", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
         """Return when the thread has ended."""
         self._stopped.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         while not self._stopped.is_set():

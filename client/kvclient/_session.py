@@ -3,7 +3,8 @@
 Invariants
 1. A request that has a reply is expected until that reply or until it is abandoned, and nothing else is expected: any
    other reply raises RemoteProtocolError.
-2. What the late reply to an abandoned request grants is given back: `outbox` then holds the message that does it.
+2. What the late reply to an abandoned request grants is given back: `outbox` then holds the message that does it. The
+   daemon sends no reply to a request after it has read the Cancel, so a Ping behind that tells when none can come.
 3. Numbers of namespaces, leases and tickets mean something in the session that got them, and in no other.
 """
 
@@ -52,6 +53,8 @@ class Session:
         self._last_id = 1  # the greeting's
         self._expected: set[int] = set()
         self._abandoned: set[int] = set()
+        # By the number of a Ping: the abandoned request that is surely over when it is answered.
+        self._fences: dict[int, int] = {}
         self._arrived: dict[int, deque[wire.Reply]] = {}
 
     def next_id(self) -> int:
@@ -85,6 +88,7 @@ class Session:
             elif request in self._abandoned:
                 if final:
                     self._abandoned.discard(request)
+                    self._abandoned.discard(self._fences.pop(request, 0))
                     self._undo(reply)
             else:
                 raise RemoteProtocolError(
@@ -109,7 +113,9 @@ class Session:
         if request in self._expected:
             self._expected.discard(request)
             self._abandoned.add(request)
-            self.outbox.append(wire.Cancel(self.next_id(), request))
+            ping = self.dismiss(wire.Ping(0))
+            self._fences[ping.id] = request
+            self.outbox += [wire.Cancel(self.next_id(), request), ping]
 
     def dismiss(self, message: wire.Message) -> wire.Message:
         """Return `message` under a number of its own, whose reply, if there is one, will be ignored."""

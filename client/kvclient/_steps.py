@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from kvclient._buffers import Segment
 from kvclient._copy import Piece
 from kvclient._session import Session
+from kvclient.stats import ClientStats
 from kvstore import wire
 from kvstore.errors import KVStoreError, RemoteProtocolError, from_wire
 
@@ -75,6 +76,10 @@ class Operation(Generic[R]):
     def result(self, failure: KVStoreError | None) -> R:
         """Return what the caller gets; with a `failure`, what had not been settled before it is a miss."""
         raise NotImplementedError
+
+    def tally(self, stats: ClientStats, result: R) -> None:
+        """Count what came of it."""
+        stats.add("calls")
 
 
 class Run:

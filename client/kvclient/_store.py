@@ -3,7 +3,7 @@
 Invariants
 1. Blocks are sealed only after the last of their bytes has been copied.
 2. What was granted and is not sealed at the end is forfeited.
-3. A block that found no room beside another window of the same call is asked for once more, when that is sealed.
+3. A block that found no room beside another window of the same call is asked for again when that is sealed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvclient._session import Session
 from kvclient._steps import Copy, Operation, Send, Step, Steps, answer
 from kvclient._windows import Window, places_of, windows_of
 from kvclient.results import StoreResult
+from kvclient.stats import ClientStats
 from kvstore import wire
 from kvstore.errors import KVStoreError, LeaseExpired, RemoteProtocolError
 from kvstore.wire import Outcome
@@ -38,6 +39,7 @@ class Store(Operation[StoreResult]):
         *,
         ttl_s: float | None = None,
         durable: bool = False,
+        wait_s: float = 0.0,
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
@@ -46,6 +48,8 @@ class Store(Operation[StoreResult]):
         self._blocks = blocks
         self._ttl_s = ttl_s
         self._durable = durable
+        self._wait_s = wait_s
+        self._wait_until = 0.0
         self._progress = progress
         self._outcomes = bytearray(len(hashes))
         self._number = 0
@@ -56,33 +60,38 @@ class Store(Operation[StoreResult]):
         if not self._hashes:
             return
         self._number = yield from opened(session, self._space)
-        refused = yield from self._pass(session, deadline_at, range(len(self._hashes)))
-        if refused:
-            for position in refused:
+        self._wait_until = session.now() + self._wait_s
+        left: Sequence[int] = range(len(self._hashes))
+        while left:
+            left = yield from self._pass(session, deadline_at, left)
+            for position in left:
                 self._outcomes[position] = 0
-            yield from self._pass(session, deadline_at, refused)
 
     def result(self, failure: KVStoreError | None) -> StoreResult:
         return StoreResult(settled(self._outcomes, failure), failure)
 
+    def tally(self, stats: ClientStats, result: StoreResult) -> None:
+        super().tally(stats, result)
+        stats.stored(result.raw, self._space.block_bytes)
+
     def _pass(
         self, session: Session, deadline_at: float, positions: Sequence[int]
     ) -> Generator[Step, Any, list[int]]:
-        """Store `positions`; returns those for which there was no room beside another window of this call."""
+        """Store `positions`; returns those that found no room and may find some now."""
         queue = deque(windows_of(positions, self._space.block_bytes, session.welcome))
         refused: list[int] = []
-        yield from self._reserve(session, queue)
+        yield from self._reserve(session, deadline_at, queue)
         while self._in_flight:
             if queue:
                 if session.arena is not None:  # it has room for one window being written, one being sealed, one ahead
                     yield from self._settle_seals(leave=1)
-                yield from self._reserve(session, queue)
+                yield from self._reserve(session, deadline_at, queue)
             window = self._in_flight.popleft()
             self._blocks.addresses(window.positions)  # found out while the daemon works
             reserved = yield from answer(window.request, wire.Reserved)
             check_outcomes(reserved.outcomes, len(window.positions), _RESERVED)
             granted = self._granted(window, reserved)
-            if not window.alone:
+            if not window.alone or session.now() < self._wait_until:
                 refused += [p for p in window.positions if self._outcomes[p] == Outcome.NO_ROOM]
             if granted:
                 yield from self._write(session, deadline_at, window, reserved, granted)
@@ -91,12 +100,16 @@ class Store(Operation[StoreResult]):
         self._report()
         return refused
 
-    def _reserve(self, session: Session, queue: deque[Sequence[int]]) -> Generator[Step, Any, None]:
+    def _reserve(
+        self, session: Session, deadline_at: float, queue: deque[Sequence[int]]
+    ) -> Generator[Step, Any, None]:
         positions = queue.popleft()
         wanted = self._hashes if len(positions) == len(self._hashes) else [self._hashes[p] for p in positions]
-        request = wire.Reserve(session.next_id(), self._number, wanted)
         alone = not self._in_flight and not self._sealing
-        self._in_flight.append(Window(positions, request.id, session.now(), alone))
+        now = session.now()
+        wait_s = min(remaining_s(session, deadline_at), max(0.0, self._wait_until - now)) if alone else 0.0
+        request = wire.Reserve(session.next_id(), self._number, wanted, wait_s)
+        self._in_flight.append(Window(positions, request.id, now, alone))
         yield Send([request])
 
     def _granted(self, window: Window, reserved: wire.Reserved) -> Sequence[int]:

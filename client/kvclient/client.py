@@ -18,15 +18,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvclient import _forks, _operations
-from kvclient._buffers import blocks_of
+from kvclient import _forks
 from kvclient._connection import Connection
 from kvclient._connections import Connections
 from kvclient._copy import Copier, checksum_of
-from kvclient._fetch import Fetch, Hold
-from kvclient._operations import Abort, Progress, Question, Space, hashes_of
+from kvclient._fetch import Hold
+from kvclient._operations import Progress, Question
 from kvclient._steps import Await, Copy, Operation, R, Run, Send, Step
-from kvclient._store import Store
+from kvclient._verbs import Verbs
 from kvclient.results import Changed, FetchResult, Lease, Lookup, StoreResult
 from kvclient.stats import ClientStats
 from kvstore import __version__, wire
@@ -66,7 +65,7 @@ class Client:
         deadline_s: float = DEADLINE_S,
         strict: bool = False,
         connections_max: int = 16,
-        pretouch: bool = False,
+        pretouch: bool = True,
         name: str | None = None,
     ) -> None:
         self.deadline_s = check_deadline(deadline_s)
@@ -104,9 +103,9 @@ class Client:
         question = Question(request, progress)
         return self.run(question, ADMIN_DEADLINE_S if deadline_s is None else deadline_s)
 
-    def run(self, operation: Operation[R], deadline_s: float | None) -> R:
-        """Run an operation to its result; `deadline_s` None is the client's own."""
-        deadline_at = time.monotonic() + check_deadline(self.deadline_s if deadline_s is None else deadline_s)
+    def run(self, operation: Operation[R], deadline_s: float | None, wait_s: float = 0.0) -> R:
+        """Run an operation to its result; `deadline_s` None is the client's own and the time it may wait for blocks."""
+        deadline_at = time.monotonic() + check_deadline(self.deadline_s + wait_s if deadline_s is None else deadline_s)
         failure: KVStoreError | None = None
         try:
             self._drive(operation, deadline_at)
@@ -117,12 +116,13 @@ class Client:
             if self._strict:
                 raise
             failure = exc
-        self.stats.add("calls")
-        return operation.result(failure)
+        result = operation.result(failure)
+        operation.tally(self.stats, result)
+        return result
 
-    def hold(self, operation: Hold, deadline_s: float | None) -> Lease:
+    def hold(self, operation: Hold, deadline_s: float | None, wait_s: float) -> Lease:
         """Run an acquire; the lease is the caller's."""
-        found = self.run(operation, deadline_s)
+        found = self.run(operation, deadline_s, wait_s)
         lease = Lease(found.raw, found.failure, operation.views, operation.release)
         self._leases.add(lease)
         return lease
@@ -167,6 +167,7 @@ class Client:
             return None
         if isinstance(step, Await):
             while (reply := run.arrived(step.request)) is None:
+                connection.flush()  # what the daemon may be waiting for
                 connection.await_reply(deadline_at, patient=step.patient)
             self._connections.breaker.answered()
             return reply
@@ -185,7 +186,7 @@ class Client:
         self.close()
 
 
-class NamespaceHandle:
+class NamespaceHandle(Verbs):
     """The verbs of a client for one namespace. Cheap, and valid across restarts of the daemon.
 
     In all verbs `hashes` are block hashes of 32 bytes, or an engine's own of 8 to 64, and `deadline_s` is the seconds
@@ -193,9 +194,8 @@ class NamespaceHandle:
     """
 
     def __init__(self, client: Client, namespace: Namespace, ttl_s: float | None) -> None:
+        super().__init__(namespace, ttl_s)
         self._client = client
-        self.namespace = namespace
-        self.space = Space.of(namespace, ttl_s)
 
     def lookup(
         self,
@@ -210,8 +210,7 @@ class NamespaceHandle:
         With `run` it stops at the first miss: what is behind it counts as absent. Blocks that can't be loaded within
         `max_ms` count as misses.
         """
-        operation = _operations.lookup(self.space, hashes_of(hashes), run=run, max_ms=max_ms)
-        return self._client.run(operation, deadline_s)
+        return self._client.run(self.looking_up(hashes, run=run, max_ms=max_ms), deadline_s)
 
     def store(
         self,
@@ -220,6 +219,7 @@ class NamespaceHandle:
         *,
         ttl_s: float | None = None,
         durable: bool = False,
+        wait_s: float = 0.0,
         progress: Progress | None = None,
         deadline_s: float | None = None,
     ) -> StoreResult:
@@ -235,15 +235,15 @@ class NamespaceHandle:
             Seconds to live; 0: for ever. Else the namespace's.
         durable : bool
             Return only when the blocks are on the ssd tier for good.
+        wait_s : float
+            How long to wait for room where there is none.
         progress : callable, optional
             Called with the blocks done so far and in all.
         """
-        wanted = hashes_of(hashes)
-        blocks = blocks_of(sources, len(wanted), self.space.block_bytes, writable=False)
-        operation = Store(self.space, wanted, blocks, ttl_s=ttl_s, durable=durable, progress=progress)
-        result = self._client.run(operation, deadline_s)
-        self._client.stats.stored(result.raw, self.space.block_bytes)
-        return result
+        operation = self.storing(
+            hashes, sources, ttl_s=ttl_s, durable=durable, wait_s=wait_s, progress=progress
+        )
+        return self._client.run(operation, deadline_s, wait_s)
 
     def fetch(
         self,
@@ -253,6 +253,7 @@ class NamespaceHandle:
         wait_s: float = 0.0,
         max_ms: float | None = None,
         run: bool = True,
+        count: bool = True,
         progress: Progress | None = None,
         deadline_s: float | None = None,
     ) -> FetchResult:
@@ -270,17 +271,15 @@ class NamespaceHandle:
             Blocks that can't be loaded within this time count as misses.
         run : bool
             Stop at the first miss, since a prefix is of no use behind it.
+        count : bool
+            Whether the daemon's hit rate is to count these blocks: False where a lookup for the same use did.
         progress : callable, optional
             Called with the blocks done so far and in all.
         """
-        wanted = hashes_of(hashes)
-        blocks = blocks_of(into, len(wanted), self.space.block_bytes, writable=True)
-        operation = Fetch(
-            self.space, wanted, blocks, wait_s=wait_s, max_ms=max_ms, run=run, progress=progress
+        operation = self.fetching(
+            hashes, into, wait_s=wait_s, max_ms=max_ms, run=run, count=count, progress=progress
         )
-        result = self._client.run(operation, self._patience(deadline_s, wait_s))
-        self._client.stats.fetched(result.raw, self.space.block_bytes)
-        return result
+        return self._client.run(operation, deadline_s, wait_s)
 
     def acquire(
         self,
@@ -288,46 +287,44 @@ class NamespaceHandle:
         *,
         wait_s: float = 0.0,
         max_ms: float | None = None,
-        run: bool = False,
+        count: bool = True,
         deadline_s: float | None = None,
     ) -> Lease:
-        """Return a lease on blocks, whose views read the daemon's memory in place. Use it in a `with` block."""
-        operation = Hold(self.space, hashes_of(hashes), wait_s=wait_s, max_ms=max_ms, run=run)
-        lease = self._client.hold(operation, self._patience(deadline_s, wait_s))
-        self._client.stats.fetched(lease.raw, self.space.block_bytes)
-        return lease
+        """Return a lease on blocks, whose views read the daemon's memory in place. Use it in a `with` block.
+
+        It holds all of the blocks or none: where one is missing, the others' outcome is LATER and every view None.
+        The other parameters are those of `fetch`.
+        """
+        operation = self.holding(hashes, wait_s=wait_s, max_ms=max_ms, count=count)
+        return self._client.hold(operation, deadline_s, wait_s)
 
     def prefetch(self, hashes: Sequence[bytes], *, deadline_s: float | None = None) -> Lookup:
         """Start loading blocks to memory; returns where they are now, not when they have arrived."""
-        return self._client.run(_operations.prefetch(self.space, hashes_of(hashes)), deadline_s)
+        return self._client.run(self.prefetching(hashes), deadline_s)
 
     def wait(self, hashes: Sequence[bytes], wait_s: float, *, deadline_s: float | None = None) -> Lookup:
         """Return when all blocks can be fetched, one is aborted, or `wait_s` is over."""
-        operation = _operations.wait(self.space, hashes_of(hashes), wait_s)
-        return self._client.run(operation, self._patience(deadline_s, wait_s))
+        return self._client.run(self.awaiting(hashes, wait_s), deadline_s, wait_s)
 
     def abort(self, hashes: Sequence[bytes], *, deadline_s: float | None = None) -> int:
         """Tell everybody who waits for these blocks that they will not come; returns how many were told."""
-        return self._client.run(Abort(self.space, hashes_of(hashes)), deadline_s)
+        return self._client.run(self.aborting(hashes), deadline_s)
 
     def drop(self, hashes: Sequence[bytes], *, deadline_s: float | None = None) -> Changed:
         """Make blocks invisible now, in every tier."""
-        return self._client.run(_operations.drop(self.space, hashes_of(hashes)), deadline_s)
+        return self._client.run(self.dropping(hashes), deadline_s)
 
     def pin(self, hashes: Sequence[bytes], for_s: float, *, deadline_s: float | None = None) -> Changed:
         """Keep blocks from eviction and expiry for a time (role admin)."""
-        return self._client.run(_operations.pin(self.space, hashes_of(hashes), for_s), deadline_s)
+        return self._client.run(self.pinning(hashes, for_s), deadline_s)
 
     def unpin(self, hashes: Sequence[bytes], *, deadline_s: float | None = None) -> Changed:
         """End pins (role admin)."""
-        return self._client.run(_operations.unpin(self.space, hashes_of(hashes)), deadline_s)
+        return self._client.run(self.unpinning(hashes), deadline_s)
 
     def set_ttl(self, hashes: Sequence[bytes], ttl_s: float, *, deadline_s: float | None = None) -> Changed:
         """Set the seconds that blocks live from now on; 0: for ever (role admin)."""
-        return self._client.run(_operations.set_ttl(self.space, hashes_of(hashes), ttl_s), deadline_s)
-
-    def _patience(self, deadline_s: float | None, wait_s: float) -> float | None:
-        return self._client.deadline_s + wait_s if deadline_s is None else deadline_s
+        return self._client.run(self.setting_ttl(hashes, ttl_s), deadline_s)
 
 
 def check_deadline(deadline_s: float) -> float:
