@@ -19,10 +19,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from kvstore.errors import KVStoreError, TierUnavailable
+from kvstore.errors import KVStoreError, TierFull, TierUnavailable
 from kvstore.tiers.disk_health import Health
 from kvstore.tiers.disk_time import DirectoryTime
 from kvstore.tiers.index import Changes, Index, IndexFull, SegmentShape
@@ -54,6 +54,7 @@ class Put:
 @dataclass(slots=True)
 class _Group:
     puts: list[Put] = field(default_factory=list[Put])
+    deletes: list[Place] = field(default_factory=list[Place])
     changes: Changes = field(default_factory=Changes)
     waiting: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
     size_bytes: int = 0
@@ -152,6 +153,13 @@ class GroupCommit:
         """Return what `call` returns, between two transactions."""
         return await asyncio.get_running_loop().run_in_executor(self._index_thread, call)
 
+    async def grow_index(self, map_bytes: int) -> None:
+        """Give the index room ahead of need; raises TierUnavailable if the disk has none."""
+        try:
+            await self.on_index_thread(lambda: self._index.grow(map_bytes))
+        finally:
+            self._note_map(self._index.map_bytes)
+
     async def close(self) -> None:
         """Commit what was handed over and end the threads. The index stays open."""
         self._closing = True
@@ -177,7 +185,7 @@ class GroupCommit:
                 await self._stirred.wait()
             await self._gather()
             group, self._group = self._group, _Group()
-            group.changes.deletes, self._deletes = self._deletes, []
+            group.deletes, self._deletes = self._deletes, []
             await self._commit(group)
 
     async def _gather(self) -> None:
@@ -191,24 +199,47 @@ class GroupCommit:
 
     async def _commit(self, group: _Group) -> None:
         await self._sync(group)
-        changes = group.changes
-        changes.puts = [(put.segment, put.address, put.record) for put in group.puts]
-        new = {put.segment for put in group.puts} - self._recorded_segments
-        changes.segments.update({segment: self._shape_of(segment)[0] for segment in new})
+        if self._health.backs_off("index"):
+            self._undone(group, TierUnavailable(f"the ssd index is not tried again yet: {self._health.text}"))
+            return
+        if group.puts and self._health.backs_off("index full"):
+            self._fail_puts(group, TierFull(f"the ssd index is not tried again yet: {self._health.text}"))
         try:
             try:
-                await self._apply(changes)
+                await self._apply(self._changes(group, group.deletes))
             except IndexFull as exc:
-                # Deletes are what makes room, so they are tried without the puts that found none.
+                # Deletes are what makes room: they are tried without the puts, and a few at a time.
+                self._health.failed("index full", exc)
                 self._fail_puts(group, exc)
-                changes.puts = []
-                for segment in new:
-                    del changes.segments[segment]
-                await self._apply(changes)
+                await self._apply_in_portions(group)
         except KVStoreError as exc:
             self._undone(group, exc)
         else:
+            if group.puts or group.deletes:
+                self._health.succeeded("index full")
             self._done(group)
+
+    async def _apply_in_portions(self, group: _Group) -> None:
+        portion = len(group.deletes)
+        at = 0
+        while at < len(group.deletes):
+            try:
+                await self._apply(self._changes(_Group(), group.deletes[at : at + portion]))
+                at += portion
+            except IndexFull:
+                if portion == 1:
+                    raise
+                portion = max(1, portion // 4)
+        await self._apply(self._changes(group, []))
+
+    def _changes(self, group: _Group, deletes: list[Place]) -> Changes:
+        new = {put.segment for put in group.puts} - self._recorded_segments
+        return replace(
+            group.changes,
+            deletes=deletes,
+            segments=group.changes.segments | {segment: self._shape_of(segment)[0] for segment in new},
+            puts=[(put.segment, put.address, put.record) for put in group.puts],
+        )
 
     async def _sync(self, group: _Group) -> None:
         """Make the bytes of a group durable; blocks of a segment where that fails leave the group."""
@@ -231,8 +262,6 @@ class GroupCommit:
                 raise result
 
     async def _apply(self, changes: Changes) -> None:
-        if self._health.backs_off("index"):
-            raise TierUnavailable(f"the ssd index is not tried again yet after a failure ({self._health.text})")
         anchor, map_bytes_max = self._time.anchor(), self._reserve_map()
         reopen, self._index_needs_reopen = self._index_needs_reopen, True  # until it is known to be well
 
@@ -248,8 +277,10 @@ class GroupCommit:
 
         try:
             await self.on_index_thread(apply)
+        except IndexFull:
+            self._index_needs_reopen = False
+            raise
         except KVStoreError as exc:
-            self._index_needs_reopen = not isinstance(exc, IndexFull)
             self._health.failed("index", exc)
             raise
         finally:
@@ -263,7 +294,7 @@ class GroupCommit:
                 self._recorded_segments.add(segment)
 
     def _done(self, group: _Group) -> None:
-        self._on_deleted(group.changes.deletes)
+        self._on_deleted(group.deletes)
         for put in group.puts:
             put.settled(None, False)
         for future in group.waiting:
@@ -271,7 +302,7 @@ class GroupCommit:
                 future.set_result(None)
 
     def _undone(self, group: _Group, exc: KVStoreError) -> None:
-        self._deletes += group.changes.deletes
+        self._deletes += group.deletes
         if isinstance(exc, _Doubtful):
             self._deletes += [(put.segment, put.address) for put in group.puts]
         self._fail_puts(group, exc)

@@ -26,7 +26,10 @@ from kvstore.tiers.slab import Region, Slab
 CAPACITY_BYTES_MIN = 8 << 20
 OVERHEAD_BYTES = 256 << 10  # directories, lock files, the trial file
 INDEX_BYTES_BASE = 1 << 20
-INDEX_BYTES_PER_SLOT = 512  # a record takes 100 to 360 in half-full pages; the rest is for copies on write
+# Measured under random deletes and puts, copies on write included: 130 to 390 bytes a record where segments have thousands
+# of slots, 750 where they have sixty.
+INDEX_BYTES_PER_SLOT = 512
+INDEX_BYTES_PER_SEGMENT = 24 << 10
 _FILE_OVERHEAD_BYTES = 8192  # a name, and extents that don't fit the inode
 _CHUNK_SHARE = 128
 _CHUNK_BYTES_MIN, _CHUNK_BYTES_MAX = 256 << 10, 256 << 20
@@ -43,9 +46,9 @@ def file_bytes(region: Region) -> int:
     return region.slots * region.slot_bytes
 
 
-def planned_map_bytes(map_bytes: int, slots: int) -> int:
-    """Return how large the index may become for so many slots."""
-    return max(map_bytes, INDEX_BYTES_BASE + slots * INDEX_BYTES_PER_SLOT)
+def index_bytes_for(segments: int, slots: int) -> int:
+    """Return how large the index's map has to be for so many segments with so many slots."""
+    return INDEX_BYTES_BASE + segments * INDEX_BYTES_PER_SEGMENT + slots * INDEX_BYTES_PER_SLOT
 
 
 def reserve_bytes(slots: int) -> int:
@@ -55,11 +58,12 @@ def reserve_bytes(slots: int) -> int:
 
 def total_bytes(shapes: Iterable[tuple[int, int]], map_bytes: int) -> int:
     """Return what a directory may come to take with these segments, each given as (slots, slot size)."""
-    slots = size = 0
+    segments = slots = size = 0
     for count, slot_bytes in shapes:
+        segments += 1
         slots += count
         size += count * slot_bytes + _FILE_OVERHEAD_BYTES
-    return size + planned_map_bytes(map_bytes, slots) + reserve_bytes(slots)
+    return size + max(map_bytes, index_bytes_for(segments, slots)) + reserve_bytes(slots)
 
 
 class Space:
@@ -86,6 +90,7 @@ class Space:
         self.doomed: dict[int, int] = {}  # segment -> size of the file that still exists
         self._made_bytes = 0
         self._planned_bytes = 0
+        self._segments = 0
         self._slots = 0
         self._free: dict[int, int] = {}  # slot size -> free slots in existing regions
         chunks = max(capacity_bytes * 5 // 4 // chunk_bytes + 8, chunks_min)
@@ -130,11 +135,11 @@ class Space:
 
     def free_slots(self, slot_bytes: int) -> int:
         """Return how many slots of this size could be allocated now, in existing segments and in new ones."""
-        span = self.slab.span_for(slot_bytes)
-        slots = span * self.slab.chunk_bytes // slot_bytes
+        slots = self._slots_per_segment(slot_bytes)
         if not slots:
             return 0
-        cost = slots * (slot_bytes + INDEX_BYTES_PER_SLOT + disk_recency.BYTES_PER_BLOCK) + _FILE_OVERHEAD_BYTES
+        per_slot = slot_bytes + INDEX_BYTES_PER_SLOT + disk_recency.BYTES_PER_BLOCK
+        cost = slots * per_slot + INDEX_BYTES_PER_SEGMENT + _FILE_OVERHEAD_BYTES
         return self._free.get(slot_bytes, 0) + max(0, self._room_bytes() // cost) * slots
 
     def free_slots_by_size(self) -> dict[int, int]:
@@ -163,10 +168,14 @@ class Space:
         """Return whether the file of an unmade region fits beside all files that exist now."""
         return file_bytes(self.region(segment)) + _FILE_OVERHEAD_BYTES <= self._real_room_bytes() - self._map_reserved_bytes
 
+    def index_bytes_planned(self) -> int:
+        """Return how large the index's map has to be for the segments there are, made or not."""
+        return index_bytes_for(self._segments, self._slots)
+
     def reserve_map(self) -> int:
         """Return how large the index's map may become now; that room is taken until `note_map`."""
-        room = min(planned_map_bytes(self.map_bytes, self._slots), self._real_room_bytes())
-        self._map_reserved_bytes = max(self.map_bytes, room)
+        others = max(self._planned_bytes, self._made_bytes + sum(self.doomed.values()))
+        self._map_reserved_bytes = max(self.map_bytes, self.capacity_bytes - reserve_bytes(self._slots) - others)
         return self._map_reserved_bytes
 
     def note_map(self, map_bytes: int) -> None:
@@ -199,6 +208,7 @@ class Space:
         assert made == self._made_bytes
         assert sum(file_bytes(r) + _FILE_OVERHEAD_BYTES for r in regions) == self._planned_bytes
         assert sum(r.slots for r in regions) == self._slots
+        assert len(regions) == self._segments
         assert self.lost <= self.unmade <= {r.first_chunk for r in regions}
         for size, count in self._free.items():
             assert count == sum(len(r.free_slots) for r in regions if r.slot_bytes == size)
@@ -207,42 +217,47 @@ class Space:
 
     # ---- the budget
 
-    def _room_bytes(self, more_slots: int = 0) -> int:
-        """What is left for more files once every region is made and the index as large as it may become."""
-        slots = self._slots + more_slots
-        return self.capacity_bytes - reserve_bytes(slots) - planned_map_bytes(self.map_bytes, slots) - self._planned_bytes
+    def _slots_per_segment(self, slot_bytes: int) -> int:
+        return self.slab.span_for(slot_bytes) * self.slab.chunk_bytes // slot_bytes
+
+    def _room_bytes(self, more_segments: int = 0, more_slots: int = 0) -> int:
+        """What is left for segment files once every region is made, and the index as large as these may need it."""
+        segments, slots = self._segments + more_segments, self._slots + more_slots
+        index_bytes = max(self.map_bytes, index_bytes_for(segments, slots))
+        return self.capacity_bytes - reserve_bytes(slots) - index_bytes - self._planned_bytes
 
     def _real_room_bytes(self) -> int:
-        """What is left for the index beside the files that exist."""
+        """What is left beside the files that exist, the index not counted."""
         return self.capacity_bytes - reserve_bytes(self._slots) - self._made_bytes - sum(self.doomed.values())
 
     def _make_room(self, slot_bytes: int) -> bool:
-        """Return whether one more segment of this class fits, after giving back empty ones of other classes if need be."""
-        span = self.slab.span_for(slot_bytes)
-        slots = span * self.slab.chunk_bytes // slot_bytes
+        """Return whether one more segment of this class fits, after giving back empty ones of others if need be."""
+        slots = self._slots_per_segment(slot_bytes)
         if not slots:
             return False
         cost = slots * slot_bytes + _FILE_OVERHEAD_BYTES
-        if self._room_bytes(slots) >= cost:
+        if self._room_bytes(1, slots) >= cost:
             return True
         for region in [r for r in self.slab.regions() if not r.used_slots and r.slot_bytes != slot_bytes]:
             self.slab.release(region)
-            if self._room_bytes(slots) >= cost:
+            if self._room_bytes(1, slots) >= cost:
                 return True
         return False
 
     def _created(self, region: Region) -> None:
-        self.unmade.add(region.first_chunk)
-        self._planned_bytes += file_bytes(region) + _FILE_OVERHEAD_BYTES
-        self._slots += region.slots
-        self._free[region.slot_bytes] = self._free.get(region.slot_bytes, 0) + region.slots
         # A doomed file of the same number stays doomed: it is removed before this one is made.
+        self.unmade.add(region.first_chunk)
+        self._segments += 1
+        self._slots += region.slots
+        self._planned_bytes += file_bytes(region) + _FILE_OVERHEAD_BYTES
+        self._free[region.slot_bytes] = self._free.get(region.slot_bytes, 0) + region.slots
 
     def _released(self, region: Region) -> None:
         cost = file_bytes(region) + _FILE_OVERHEAD_BYTES
         segment = region.first_chunk
-        self._planned_bytes -= cost
+        self._segments -= 1
         self._slots -= region.slots
+        self._planned_bytes -= cost
         self._free[region.slot_bytes] -= region.slots
         if segment in self.lost:
             self.lost.remove(segment)

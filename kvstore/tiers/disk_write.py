@@ -216,6 +216,7 @@ class Writer:
         if segment in self._space.lost and await self._in_thread(self._files.path(segment).exists):
             await self._in_thread(partial(self._files.extend, segment, size_bytes))  # what lies before the cut is good
             return
+        await self._commit.grow_index(self._space.index_bytes_planned())
         if self._commit.is_recorded(segment):
             await self._commit.change(Changes(segments={segment: None}))  # vanished, and its records with it
         await self._in_thread(partial(self._files.create, segment, size_bytes))

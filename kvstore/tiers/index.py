@@ -60,6 +60,7 @@ _ROW_WORDS = _ROW_BYTES // 8
 _ROWS_AT_ONCE = 1 << 18
 _ROW_HASH = struct.Struct(f"16x32s{_ROW_BYTES - 48}x")
 _EXPIRY_AT = RECORD_BYTES - 8
+_PAGE_BYTES = 4096
 assert _ROW_BYTES % 8 == 0
 
 SegmentRows = tuple[int, int, int]  # segment, first row, end row
@@ -139,7 +140,6 @@ class Index:
         data = directory / "data.mdb"
         existing = data.stat().st_size if data.exists() else 0
         self.map_bytes = max(map_bytes, existing, MAP_BYTES_MIN)
-        self.grown = 0
         with _mapped_errors(self._path):
             self._open_environment()
             try:
@@ -277,7 +277,7 @@ class Index:
                         txn.put(b"clock", anchor.pack(), db=self._meta)
                     return
                 except lmdb.MapFullError as exc:
-                    self._grow(map_bytes_max, exc)
+                    self._grow_after(exc, map_bytes_max)
 
     def _apply(self, txn: lmdb.Transaction[bytes], changes: Changes) -> None:
         cursor = txn.cursor(self._blocks)
@@ -308,18 +308,23 @@ class Index:
             else:
                 txn.put(key, _F64.pack(ends_s), db=self._pins)
 
-    def _grow(self, map_bytes_max: int, cause: lmdb.MapFullError) -> None:
-        page = 4096
-        wanted = min(2 * self.map_bytes, map_bytes_max) // page * page
-        if wanted <= self.map_bytes:
+    def grow(self, map_bytes: int) -> None:
+        """Make the map at least this large."""
+        wanted = map_bytes // _PAGE_BYTES * _PAGE_BYTES
+        if wanted > self.map_bytes:
+            with _mapped_errors(self._path):
+                self._allocate(wanted)
+                self._env.set_mapsize(wanted)
+                self.map_bytes = wanted
+
+    def _grow_after(self, cause: lmdb.MapFullError, map_bytes_max: int) -> None:
+        before = self.map_bytes
+        self.grow(min(2 * before, map_bytes_max))
+        if self.map_bytes == before:
             raise IndexFull(
-                f"the ssd index in {self._path} is full at {self.map_bytes} bytes and may not grow inside the tier's "
-                "capacity: blocks are kept in memory only until some are evicted from the tier; give it more capacity"
+                f"the ssd index in {self._path} is full at {before} bytes and may not grow inside the tier's capacity: "
+                "new blocks are kept in memory only until some are evicted from the tier; give it more capacity"
             ) from cause
-        self._allocate(wanted)
-        self._env.set_mapsize(wanted)
-        self.map_bytes = wanted
-        self.grown += 1
 
     def _allocate(self, size_bytes: int) -> None:
         fd = os.open(self._path / "data.mdb", os.O_RDWR)
