@@ -26,7 +26,7 @@ Config = Mapping[str, Any]
 class Model:
     """What a config.json says about KV.
 
-    `layers` are the layers that keep keys and values; `unjudged` says in words what else there is.
+    `layers` are the layers whose size is known; `unjudged` says in words what else is kept.
     """
 
     model_type: str
@@ -80,17 +80,18 @@ def interpret(config: Config, overrides: Config | None = None) -> Model:
     if shared := _optional(fields, "num_kv_shared_layers"):
         layers = layers[: max(0, len(layers) - shared)]
         notes.append(f"the last {shared} layers reuse the KV of earlier ones and keep none")
+    odd_kinds, odd_shapes = _odd_kinds(kinds or []), _odd_shapes(fields, model_type)
     dtype, dtype_source = _dtype(config, text)
     return Model(
         model_type=model_type or "(none)",
         kind=kind,
-        layers=tuple(layers),
+        layers=() if odd_shapes else tuple(layers),
         dtype=dtype,
         dtype_source=dtype_source,
         max_tokens=_optional(fields, "max_position_embeddings") or None,
         windows_known=kinds is not None,
         notes=tuple(notes),
-        unjudged=tuple(_unjudged(fields, model_type, kinds or [])),
+        unjudged=(*odd_kinds, *odd_shapes),
     )
 
 
@@ -244,16 +245,20 @@ def _with_windows(shape: Layer, kinds: list[str], fields: Config) -> list[Layer]
     ]
 
 
-def _unjudged(fields: Config, model_type: str, kinds: list[str]) -> list[str]:
+def _odd_kinds(kinds: list[str]) -> list[str]:
+    """Return what is said of layers that keep something else than keys and values."""
     known = {"full_attention", *families.WINDOW_FIELD, *families.WITHOUT_STATE}
     odd = Counter(kind for kind in kinds if kind not in known)
-    found = [f"{count} layers of kind {kind}: what they keep is not sized" for kind, count in odd.items()]
-    if reason := families.UNKNOWN_TYPES.get(model_type):
-        found.append(f"model type {model_type}: {reason}")
+    return [f"{count} layers of kind {kind}: what they keep is not sized" for kind, count in odd.items()]
+
+
+def _odd_shapes(fields: Config, model_type: str) -> list[str]:
+    """Return what is said of a model of which no layer's size is certain."""
+    reason = families.UNKNOWN_TYPES.get(model_type)
     planned = isinstance(fields.get("layer_types"), list)
     telltale = [*families.UNKNOWN_SHAPE, *(() if planned else families.UNKNOWN_PLAN)]
-    found += [f"the config has {key}, whose effect is not known here" for key in telltale if fields.get(key)]
-    return found
+    found = [f"the config has {key}, whose effect is not known here" for key in telltale if fields.get(key)]
+    return [f"model type {model_type}: {reason}", *found] if reason else found
 
 
 # ---- dtype

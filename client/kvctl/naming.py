@@ -35,7 +35,8 @@ def resolve(namespaces: Sequence[NamespaceReport], name: str) -> NamespaceReport
         if name in (namespace.model, namespace.title, f"{namespace.model}@{namespace.revision}")
         or (is_hex and namespace.digest.startswith(name.lower()))
     ]
-    if len(found) == 1:
+    # Tenants that store the same namespace share its digest.
+    if len({namespace.digest for namespace in found}) == 1:
         return found[0]
     if found:
         raise BadNamespace(
@@ -50,9 +51,8 @@ def resolve(namespaces: Sequence[NamespaceReport], name: str) -> NamespaceReport
 
 def _listed(namespaces: Sequence[NamespaceReport], limit: int = 20) -> str:
     lines = [
-        f"  {namespace.digest[:SHORT_DIGEST]}  {plain(namespace.title)}"
-        + (f"  tenant {plain(namespace.tenant)}" if namespace.tenant else "")
-        + f"  {namespace.block_tokens} tokens, {namespace.block_bytes} bytes a block"
+        f"  {namespace.digest[:SHORT_DIGEST]}  {plain(namespace.title)}  {plain(namespace.details)}"
+        f"  blocks of {namespace.block_tokens} tokens"
         for namespace in namespaces[:limit]
     ]
     if len(namespaces) > limit:
@@ -85,8 +85,7 @@ def hashes_of_tokens(namespace: NamespaceReport, source: str, stdin: TextIO) -> 
     if not namespace.block_tokens:
         raise UsageError(f"namespace {namespace.digest[:SHORT_DIGEST]} does not say its block size: give hashes")
     tokens = list(_tokens_in(_text_of(source, stdin), source))
-    root = bytes.fromhex(namespace.root or namespace.digest)
-    return chain(root, tokens, namespace.block_tokens), len(tokens)
+    return chain(bytes.fromhex(namespace.digest), tokens, namespace.block_tokens), len(tokens)
 
 
 def _text_of(source: str, stdin: TextIO) -> str:

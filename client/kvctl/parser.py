@@ -17,8 +17,9 @@ _T = TypeVar("_T")
 # What shtab's scripts call to complete a file name (shtab.FILE, without importing shtab for it).
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "fish": "(__fish_complete_path (commandline -ct))"}
 _EPILOG = """\
-A namespace NS is named by the start of its digest (see kvctl namespaces) or by its model. Durations: 45s, 30m, 2h, 7d.
-Sizes: 512MiB, 10GB (MB = 10^6, MiB = 2^20). Exit: 0 done, 1 failed, 2 usage, 3 no daemon answers.
+NS is a namespace: the start of its digest (see kvctl namespaces), or its model.
+Durations: 45s, 30m, 2h, 7d. Sizes: 512MiB, 10GB (MB is 10^6, MiB is 2^20).
+Exit codes: 0 done, 1 failed, 2 usage, 3 no daemon answers.
 """
 
 
@@ -33,7 +34,6 @@ class Verbs:
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}. {details}".strip(),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
         _common(verb, needs_daemon=needs_daemon)
@@ -134,7 +134,7 @@ def _removing(verbs: Verbs) -> None:
     drop = verbs.add(
         "drop",
         "make blocks invisible now, in every tier",
-        details="Shows its plan; does it with --yes. --namespace and --all end an epoch: nothing stored\n"
+        details="Shows its plan; does it with --yes. --namespace and --all end an epoch: nothing stored "
         "before is ever served again, and the space comes back in the background.",
     )
     _which_blocks(drop, namespace_optional=True)

@@ -70,14 +70,16 @@ class TierReport(Report, frozen=True):
 
 
 class NamespaceReport(Report, frozen=True):
-    """One namespace of `stats`. `digest` is hex; `root` is what its block hashes are chained from, if another."""
+    """One namespace of one tenant in `stats`. `layers` and `heads` are the half-open ranges of its slice."""
 
     digest: str
-    root: str = ""
     group: str = ""
     model: str = ""
     revision: str = ""
     adapter: str = ""
+    dtype: str = ""
+    layers: list[int] = msgspec.field(default_factory=list[int])
+    heads: list[int] = msgspec.field(default_factory=list[int])
     tenant: str = ""
     epoch: int = 0
     block_bytes: int = 0
@@ -100,6 +102,18 @@ class NamespaceReport(Report, frozen=True):
         """Model, revision and adapter in one."""
         revision = f"@{self.revision}" if self.revision else ""
         return self.model + revision + (f"+{self.adapter}" if self.adapter else "")
+
+    @property
+    def details(self) -> str:
+        """What else tells it from others of the same model."""
+        parts = [self.dtype]
+        parts += [
+            f"{name} {ends[0]}-{ends[1] - 1}"
+            for name, ends in (("layers", self.layers), ("heads", self.heads))
+            if len(ends) == 2
+        ]
+        parts.append(f"tenant {self.tenant}" if self.tenant else "")
+        return ", ".join(part for part in parts if part)
 
 
 class Totals(Report, frozen=True):

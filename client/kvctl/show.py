@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvctl.naming import SHORT_DIGEST
@@ -19,7 +20,7 @@ from kvctl.reports import (
 )
 from kvstore.units import describe_size
 
-_BLOCK_HEADERS = ("HASH", "TIERS", "AGE", "TTL", "PINNED", "SIZE")
+_BLOCK_HEADERS = ("HASH", "TIERS", "IDLE", "TTL", "PINNED", "SIZE")
 
 
 def status(output: Output, report: StatusReport) -> str:
@@ -74,7 +75,7 @@ def tiers(output: Output, report: StatsReport) -> str:
     troubles = [
         output.alarming(f"{name} is {tier.state}: {plain(tier.state_text)}")
         for name, tier in report.tiers.items()
-        if tier.state_text
+        if tier.state_text and tier.state not in ("ready", "filling")
     ]
     return "\n".join([output.table(headers, rows, left=2), *troubles])
 
@@ -95,6 +96,7 @@ _Row = tuple[str, Callable[[TierReport], str], bool]
 _TIER_ROWS: tuple[_Row, ...] = (
     ("state", lambda tier: tier.state, False),
     ("capacity", lambda tier: size(tier.capacity_bytes), False),
+    ("  once filled", lambda tier: _target(tier), True),
     ("used", lambda tier: size(tier.used_bytes), False),
     ("  of capacity", lambda tier: percent(tier.use), False),
     ("free", lambda tier: size(tier.free_bytes), False),
@@ -124,6 +126,10 @@ _TIER_ROWS: tuple[_Row, ...] = (
 )
 
 
+def _target(tier: TierReport) -> str:
+    return size(tier.capacity_target_bytes if tier.capacity_target_bytes != tier.capacity_bytes else 0)
+
+
 def _tier_columns(output: Output, found: Mapping[str, TierReport]) -> str:
     rows = [
         [label, *(text(tier) for tier in found.values())]
@@ -136,13 +142,14 @@ def _tier_columns(output: Output, found: Mapping[str, TierReport]) -> str:
 def _lookups(output: Output, report: StatsReport) -> str:
     totals = report.totals
     share = hit_rate(totals.hit_blocks, totals.queried_blocks)
+    of_queried = "" if share is None else f", {percent(share)} of them"
     hits = "  ".join(f"{tier} {count(number)}" for tier, number in totals.hit_blocks.items())
     misses = "  ".join(f"{reason} {count(number)}" for reason, number in totals.misses.items() if number)
     puts = f"{count(totals.stored_blocks)} blocks; present already {count(totals.present_blocks)}"
     return "\n".join([
         output.heading("LOOKUPS AND PUTS"),
         f"queried    {count(totals.queried_blocks)} blocks",
-        f"hit        {count(sum(totals.hit_blocks.values()))}, {percent(share)} of them: {hits or 'none'}",
+        f"hit        {count(sum(totals.hit_blocks.values()))}{of_queried}: {hits or 'none'}",
         f"missed     {count(sum(totals.misses.values()))}: {misses or 'none'}",
         f"delivered  {count(totals.delivered_blocks)} blocks, {size(totals.bytes_out)}",
         f"stored     {puts}, being written {count(totals.busy_blocks)}; {size(totals.bytes_in)}",
@@ -152,10 +159,11 @@ def _lookups(output: Output, report: StatsReport) -> str:
 def namespaces(output: Output, found: Sequence[NamespaceReport]) -> str:
     """Return one line a namespace, the largest first."""
     tiers = _tier_names(found)
+    titles = Counter(namespace.title for namespace in found)
     rows = [
         [
             namespace.digest[:SHORT_DIGEST],
-            plain(namespace.title),
+            plain(namespace.title + (f" ({namespace.details})" if titles[namespace.title] > 1 else "")),
             size(namespace.block_bytes),
             *(size(namespace.bytes.get(tier, 0)) for tier in tiers),
             percent(hit_rate(namespace.hit_blocks, namespace.queried_blocks)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, output: Output) -> Exit:
     for reason in model.unjudged:
         output.say(f"not sized: {plain(reason)}")
     if model.unjudged:
-        output.say("so no total is given; take the rest from the engine's own log")
+        output.say("so no total is given: take it from the engine's own log")
     return Exit.FAILED if model.unjudged else Exit.DONE
 
 
@@ -81,7 +81,7 @@ def _body(asked: _Question, dtype_source: str) -> dict[str, Any]:
         "dtype_source": dtype_source,
         "tp": tp_size,
         "bytes_per_token": whole if is_whole else None,
-        "attention_bytes_per_token": whole,
+        "sized_layers_bytes_per_token": whole or None,
         "rank_bytes_per_token": rank if is_whole else None,
         "growth_bytes_per_token": sizing.growth_bytes_per_token(model.layers, storage) if grows else None,
         "window_bytes": sizing.window_bytes(model.layers, storage) if grows else None,
@@ -119,29 +119,39 @@ def _prompt(asked: _Question, tokens: int, is_whole: bool, grows: bool) -> dict[
 def _text(output: Output, asked: _Question, body: dict[str, Any]) -> str:
     model = asked.model
     pairs = [
-        ("model", f"{plain(model.model_type)}, {model.kind}, {len(model.layers)} layers with keys and values"),
+        ("model", f"{plain(model.model_type)}, {model.kind}, {len(model.layers)} layers of known size"),
         ("dtype", f"{asked.storage.name} ({plain(body['dtype_source'])})"),
-        ("a token", f"{_bytes(body['bytes_per_token'])}  = {_arithmetic(model.layers, asked.storage)}"),
     ]
-    if asked.tp_size > 1:
-        rank, whole = body["rank_bytes_per_token"], body["bytes_per_token"]
-        copies = f", {rank * asked.tp_size / whole:.3g} times the whole over all ranks" if rank else ""
-        pairs.append(("  a rank", f"{_bytes(rank)} of tp {asked.tp_size}{copies}"))
-    if any(layer.window_tokens for layer in model.layers):
-        windows = Counter(layer.window_tokens for layer in model.layers if layer.window_tokens)
-        which = ", ".join(f"{layers} layers of {tokens} tokens" for tokens, layers in windows.items())
-        pairs.append(("  growth", f"{_bytes(body['growth_bytes_per_token'])} once the windows are full"))
-        pairs.append(("  windows", f"{_bytes(body['window_bytes'])} at most: {which}"))
-    per_rank = " a rank" if asked.tp_size > 1 else ""
-    slot = body["block"]["rank_slot_bytes"]
-    block_bytes = _bytes(body["block"]["rank_bytes"])
-    pairs.append(("a block", f"{block_bytes}{per_rank} for {asked.block_tokens} tokens, in a slot of {_bytes(slot)}"))
-    if fit := body.get("fit"):
-        held = "unknown" if fit["blocks"] is None else f"{count(fit['blocks'])} blocks, {count(fit['tokens'])} tokens"
-        pairs.append((f"{size(fit['bytes'])}", f"{'of each rank ' if per_rank else ''}holds {held}"))
+    if model.layers:
+        name, a_token = ("in those", " a token") if model.unjudged else ("a token", "")
+        whole = body["sized_layers_bytes_per_token"]
+        pairs.append((name, f"{_bytes(whole)}{a_token} = {_arithmetic(model.layers, asked.storage)}"))
+    if not model.unjudged:
+        pairs += [*_rank_and_windows(asked, body), *_blocks(asked, body)]
     width = max(len(name) for name, _ in pairs)
     lines = [f"{output.heading(name.ljust(width))}  {value}" for name, value in pairs]
-    return "\n".join([*lines, "", _prompts(output, body["prompts"])])
+    return "\n".join(lines if model.unjudged else [*lines, "", _prompts(output, body["prompts"])])
+
+
+def _rank_and_windows(asked: _Question, body: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if asked.tp_size > 1:
+        rank = body["rank_bytes_per_token"]
+        times = rank * asked.tp_size / body["bytes_per_token"]
+        copies = f", {times:.3g} times the whole over all ranks" if times > 1 else ""
+        yield "  a rank", f"{_bytes(rank)} of tp {asked.tp_size}{copies}"
+    windows = Counter(layer.window_tokens for layer in asked.model.layers if layer.window_tokens)
+    if windows:
+        which = ", ".join(f"{layers} layers of {tokens} tokens" for tokens, layers in windows.items())
+        yield "  growth", f"{_bytes(body['growth_bytes_per_token'])} a token once the windows are full"
+        yield "  windows", f"{_bytes(body['window_bytes'])} at most: {which}"
+
+
+def _blocks(asked: _Question, body: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    block, a_rank = body["block"], " a rank" if asked.tp_size > 1 else ""
+    slot = f"in a slot of {_bytes(block['rank_slot_bytes'])}"
+    yield "a block", f"{_bytes(block['rank_bytes'])}{a_rank} for {block['tokens']} tokens, {slot}"
+    if fit := body.get("fit"):
+        yield size(fit["bytes"]), f"hold {count(fit['blocks'])} blocks{a_rank}, {count(fit['tokens'])} tokens"
 
 
 def _prompts(output: Output, prompts: Sequence[dict[str, Any]]) -> str:

@@ -292,8 +292,10 @@ def drop(call: Call) -> Exit:
 
 def _drop_namespaces(call: Call) -> Exit:
     found = call.stats().namespaces
-    chosen = found if call.options.all else [naming.resolve(found, name) for name in call.options.whole]
-    chosen = list({namespace.digest: namespace for namespace in chosen}.values())
+    named = found if call.options.all else [naming.resolve(found, name) for name in call.options.whole]
+    digests = list(dict.fromkeys(namespace.digest for namespace in named))
+    # A digest stands for the namespaces of all tenants that use it.
+    chosen = [namespace for namespace in found if namespace.digest in digests]
     lines = [f"Plan: drop everything stored so far in {counted(len(chosen), 'namespace')}, from every tier:"]
     for namespace in chosen:
         held = ", ".join(
@@ -304,8 +306,8 @@ def _drop_namespaces(call: Call) -> Exit:
     plan = {"namespaces": [{"digest": one.digest, "blocks": one.blocks, "bytes": one.bytes} for one in chosen]}
     if not call.is_confirmed("\n".join(lines), plan):
         return Exit.USAGE
-    digests = [None] if call.options.all else [bytes.fromhex(namespace.digest) for namespace in chosen]
-    reports = [read(CountReport, call.report(wire.DropNamespace(0, digest), WORK_S)) for digest in digests]
+    requests = [None] if call.options.all else [bytes.fromhex(digest) for digest in digests]
+    reports = [read(CountReport, call.report(wire.DropNamespace(0, request), WORK_S)) for request in requests]
     total = {"namespaces": sum(one.namespaces for one in reports), "blocks": sum(one.blocks for one in reports)}
     where = counted(total["namespaces"], "namespace")
     call.output.either(total, f"dropped {counted(total['blocks'], 'block')} in {where}")
@@ -313,7 +315,8 @@ def _drop_namespaces(call: Call) -> Exit:
 
 
 def _named(namespace: NamespaceReport) -> str:
-    return f"{namespace.digest[: naming.SHORT_DIGEST]} {plain(namespace.title)}".strip()
+    tenant = f" of tenant {plain(namespace.tenant)}" if namespace.tenant else ""
+    return f"{namespace.digest[: naming.SHORT_DIGEST]} {plain(namespace.title)}{tenant}"
 
 
 def evict(call: Call) -> Exit:

@@ -119,7 +119,9 @@ def test_a_window_without_a_rule_gives_no_growth() -> None:
     ],
 )
 def test_layers_that_keep_something_else_are_named_and_not_sized(extra: dict[str, Any]) -> None:
-    assert hfconfig.interpret({**BASE, "model_type": "unheard-of", **extra}).unjudged
+    model = hfconfig.interpret({**BASE, "model_type": "unheard-of", **extra})
+    assert model.unjudged
+    assert len(model.layers) <= 1
 
 
 def test_a_missing_field_of_an_unknown_class_is_asked_for() -> None:
