@@ -23,6 +23,7 @@ from typing import TypeVar
 from kvstore.block import Namespace
 from kvstore.catalog import Catalog, Tenancy
 from kvstore.clock import Clock, SystemClock
+from kvstore.counters import Cause
 from kvstore.errors import BadRecord, KVStoreError
 from kvstore.lease import Leases, Session
 from kvstore.lifecycle import Copy
@@ -36,6 +37,7 @@ from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_records import Columns as DiskColumns
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.slab import Slab
+from kvstore.wire import Outcome
 
 log = logging.getLogger("kvstore")
 
@@ -314,6 +316,21 @@ class Store:
                 wait.cancel()
 
     # ---- dropping
+
+    async def drop_blocks(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> bytes:
+        """Make blocks invisible, durably when this returns; DONE or ABSENT for each.
+
+        On ssd a block that is being read now goes when that read ends.
+        """
+        outcomes = bytearray()
+        for block_hash in hashes:
+            row = self.catalog.find(tenancy, block_hash)
+            outcomes.append(Outcome.ABSENT if row is None else Outcome.DONE)
+            if row is not None:
+                self.catalog.drop(row, Cause.DROP)
+        while self.mover is not None and await self.mover.delete_departed():
+            pass
+        return bytes(outcomes)
 
     async def drop_namespaces(self, tenancies: Sequence[Tenancy]) -> int:
         """Make everything in these namespaces invisible; durable when this returns. Returns the number of blocks."""

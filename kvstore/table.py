@@ -76,7 +76,7 @@ class BlockTable:
         generation: int,
         expires_s: float,
     ) -> list[int]:
-        """Return new rows, in this order, of blocks that are READY in `tier`; generations count up from `generation`."""
+        """Return new rows, in this order, of blocks READY in `tier`; their generations count up from `generation`."""
         count = len(hashes)
         while len(self._free) < count:
             self._grow()

@@ -9,41 +9,35 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore import wire
 from kvstore.catalog import Tenancy
 from kvstore.checksum import NOT_COMPUTED, checksum
 from kvstore.counters import Cause
 from kvstore.errors import BadNamespace, NotPermitted, TooManyLeases, UsageError
-from kvstore.store import Store, in_thread
+from kvstore.store import in_thread
 from kvstore.table import Tier
 from kvstore.tiers.disk_records import DiskPin
 from kvstore.wire import Outcome
 from kvstored import dump, reports
-from kvstored.config import Settings
-
-if TYPE_CHECKING:
-    from kvstored.connection import Connection
-    from kvstored.service import Service
+from kvstored.connection import Answer, Connection
+from kvstored.node import Node
 
 _PORTION = 1000
 _PIN_SHARE = 4
-
-Answer = wire.Message | Awaitable[wire.Message] | None
 
 
 class Admin:
     """Answers operators."""
 
-    def __init__(self, settings: Settings, store: Store, service: Service) -> None:
-        self._settings = settings
-        self._store = store
-        self._service = service
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._store = node.store
         self._looking: dict[type[wire.Message], Callable[[Connection, Any], Answer]] = {
-            wire.Stats: lambda connection, request: wire.Report(request.id, self.stats()),
+            wire.Stats: lambda connection, request: wire.Report(request.id, reports.stats(self._node)),
             wire.Status: self._status,
             wire.Keys: self._keys,
         }
@@ -76,14 +70,10 @@ class Admin:
             )
         return verb(connection, request)
 
-    def stats(self) -> dict[str, Any]:
-        """Return the stats report."""
-        return reports.stats(self._settings, self._store, self._service)
-
     # ---- looking
 
     def _status(self, connection: Connection, request: wire.Status) -> Answer:
-        body = reports.status(self._settings, self._store, self._service, role=connection.peer.role)
+        body = reports.status(self._node, role=connection.peer.role)
         return wire.Report(request.id, body)
 
     def _keys(self, connection: Connection, request: wire.Keys) -> Answer:
@@ -172,9 +162,7 @@ class Admin:
     async def _dropped(self, request: wire.DropBlocks) -> wire.Message:
         outcomes = bytearray([Outcome.ABSENT]) * len(request.hashes)
         for tenancy in self._named(request.namespace):
-            reply = await self._service.dropped(tenancy, request)
-            assert isinstance(reply, wire.Found)
-            for at, outcome in enumerate(reply.outcomes):
+            for at, outcome in enumerate(await self._store.drop_blocks(tenancy, request.hashes)):
                 if outcome == Outcome.DONE:
                     outcomes[at] = Outcome.DONE
         return wire.Found(request.id, outcomes.count(Outcome.DONE), bytes(outcomes))

@@ -13,10 +13,13 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
 
+from kvstore.errors import UnavailableError
 from kvstore.store import Store, StoreSettings
+from kvstored import reports
 from kvstored.config import Settings
 from kvstored.http import listening
 from kvstored.logs import fields
+from kvstored.node import Node
 from kvstored.server import Server
 from kvstored.service import Service
 
@@ -34,37 +37,33 @@ async def serve(settings: Settings, *, ready: Callable[[], None]) -> None:
     KVStoreError
         Something can't be opened; the text names the fix. In an ExceptionGroup when it came later.
     """
-    store: Store | None = None
-    boot_id = secrets.token_bytes(16)
     store = await Store.open(store_settings(settings))
     try:
-        async with asyncio.TaskGroup() as connections:
-            service = Service(settings, store, connections, boot_id)
-            server = Server(settings, store, service)
+        async with asyncio.TaskGroup() as tasks:
+            node = Node(settings, store, secrets.token_bytes(16), tasks)
+            server = Server(node, Service(node))
             server.bind()
             try:
-                await _serve(settings, store, service, server, ready)
+                await _serve(node, server, ready)
             finally:
                 server.close_listener()
-                service.end_connections()
+                server.close_connections()
                 server.close()
     finally:
         await asyncio.shield(store.close())
 
 
-async def _serve(settings: Settings, store: Store, service: Service, server: Server, ready: Callable[[], None]) -> None:
-    async with _http(settings, service, store) as address:
-        if address:
-            log.info("http", extra=fields(address=address))
-        keeping = asyncio.ensure_future(store.run(lambda: _begin(server, ready)))
-        watching = asyncio.ensure_future(_tell_overdue(store))
+async def _serve(node: Node, server: Server, ready: Callable[[], None]) -> None:
+    async with _http(node):
+        keeping = asyncio.ensure_future(node.store.run(lambda: _begin(server, ready)))
+        watching = asyncio.ensure_future(_tell_overdue(node.store))
         try:
             await asyncio.wait([keeping])
             keeping.result()  # it runs for ever, so it has failed
         finally:
             if not keeping.done():
                 server.close_listener()
-                await _drain(settings, store, service)
+                await _drain(node)
             for task in (watching, keeping):
                 task.cancel()
             await asyncio.wait([watching, keeping])
@@ -78,25 +77,33 @@ def _begin(server: Server, ready: Callable[[], None]) -> None:
     ready()
 
 
-async def _drain(settings: Settings, store: Store, service: Service) -> None:
-    service.closing = True
-    written, remaining = await store.drain(settings.drain_s * _DRAIN_SHARE)
+async def _drain(node: Node) -> None:
+    node.closing = True
+    written, remaining = await node.store.drain(node.settings.drain_s * _DRAIN_SHARE)
     log.info("drained", extra=fields(written_blocks=written, remaining_blocks=remaining))
 
 
 @contextlib.asynccontextmanager
-async def _http(settings: Settings, service: Service, store: Store) -> AsyncGenerator[str, None]:
-    if settings.http is None:
-        yield ""
+async def _http(node: Node) -> AsyncGenerator[None, None]:
+    if node.settings.http is None:
+        yield
         return
-    async with listening(settings.http, service.admin.stats, lambda: _unready(store, service)) as address:
-        yield address
+    async with contextlib.AsyncExitStack() as stack:
+        listener = listening(node.settings.http, lambda: reports.stats(node), lambda: _unready(node))
+        try:
+            node.http = await stack.enter_async_context(listener)
+            log.info("http", extra=fields(address=node.http))
+        except UnavailableError as exc:
+            if not node.settings.http_by_default:
+                raise
+            log.warning("no metrics", extra=fields(why=str(exc)))
+        yield
 
 
-def _unready(store: Store, service: Service) -> str | None:
-    if service.closing:
+def _unready(node: Node) -> str | None:
+    if node.closing:
         return "draining"
-    return None if store.memory.populated_bytes else "the cpu tier is being reserved"
+    return None if node.store.memory.populated_bytes else "the cpu tier is being reserved"
 
 
 async def _tell_overdue(store: Store) -> None:

@@ -31,6 +31,7 @@ class Settings:
     ssd_size_bytes: int | None = None
     ssd_dir: Path | None = None
     http: str | None = None
+    http_by_default: bool = False  # nobody asked for this address: go without if it is taken
     ttl_s: float = 0.0
     eviction: str = "lru"
     write_policy: str = "through"

@@ -14,41 +14,51 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 from kvstore import wire
 from kvstore.catalog import Tenancy
-from kvstore.errors import Backpressure, KVStoreError, RemoteProtocolError
+from kvstore.errors import Backpressure, KVStoreError, RemoteProtocolError, UsageError
 from kvstore.lease import Session
 from kvstored.logs import fields
+from kvstored.node import Node
 from kvstored.peer import Peer
-
-if TYPE_CHECKING:
-    from kvstored.service import Service
 
 log = logging.getLogger("kvstored.connection")
 
 STALLED_S = 10.0
 REQUESTS_MAX = 256
 NAMESPACES_MAX = 4096
-_WRITE_BUFFER_BYTES = 1 << 20
+_WRITE_BUFFER_BYTES = 256 << 10
+
+
+Answer = wire.Message | Awaitable[wire.Message] | None
+
+
+class Answering(Protocol):
+    """Who answers requests: at once, by a coroutine, or not at all; raises KVStoreError for a Failure."""
+
+    def answer(self, connection: Connection, request: wire.Request) -> Answer: ...
 
 
 class Connection(asyncio.Protocol):
     """The protocol of an accepted and greeted socket. `over` is set when nothing of it is left."""
 
-    def __init__(self, service: Service, session: Session, peer: Peer, early: list[bytes]) -> None:
+    def __init__(self, node: Node, service: Answering, session: Session, peer: Peer, early: list[bytes]) -> None:
         self.session = session
         self.peer = peer
         self.namespaces: dict[int, Tenancy] = {}
         self.over = asyncio.Event()
         self.said_goodbye = False
+        self._node = node
         self._service = service
         self._early = early
         self._frames = wire.FrameBuffer()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._transport: asyncio.Transport | None = None
-        self._stalled: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None  # runs while replies are not read
+        self._closing: asyncio.TimerHandle | None = None
+        self._held: list[bytes] = []  # what came in while replies were not read
 
     # ---- asyncio.Protocol
 
@@ -59,9 +69,14 @@ class Connection(asyncio.Protocol):
             self.data_received(part)
 
     def data_received(self, data: bytes) -> None:
+        if self._stalled is not None:
+            self._held.append(data)
+            return
         try:
             for body in self._frames.feed(data):
                 self._receive(wire.decode_request(body))
+                if self._stalled is not None:
+                    break  # the rest stays in the buffer until replies are read
         except RemoteProtocolError as exc:
             log.warning("a client broke the protocol", extra=fields(pid=self.peer.pid, why=str(exc)))
             self.reply(wire.Failure(0, exc.code, str(exc)))
@@ -77,14 +92,23 @@ class Connection(asyncio.Protocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
-        if self._transport is not None and not self._transport.is_closing():
+            # Not from here: this is called inside a write.
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """Answer what was held back, then read on."""
+        held, self._held = self._held, []
+        for data in (b"", *held):
+            self.data_received(data)
+        if self._stalled is None and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
+        for timer in (self._stalled, self._closing):
+            if timer is not None:
+                timer.cancel()
         self._transport = None
+        self._held.clear()
         for task in self._tasks.values():
             task.cancel()
         self.over.set()
@@ -94,12 +118,18 @@ class Connection(asyncio.Protocol):
     def reply(self, message: wire.Message) -> None:
         """Send a message, unless the connection is over."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.encode(message))
+            try:
+                frame = wire.encode(message)
+            except KVStoreError as exc:  # it is too large
+                frame = wire.encode(wire.Failure(message.id, exc.code, str(exc)))
+            self._transport.write(frame)
 
     def close(self) -> None:
-        """End the connection after what was written has been sent."""
+        """End the connection after what was written has been sent, or could not be sent for `STALLED_S`."""
         if self._transport is not None:
             self._transport.close()
+            if self._closing is None:
+                self._closing = asyncio.get_running_loop().call_later(STALLED_S, self._cut_off)
 
     def cancel(self, request_id: int) -> None:
         """Give up a request under way."""
@@ -112,26 +142,33 @@ class Connection(asyncio.Protocol):
             return
         try:
             answer = self._service.answer(self, request)
-        except KVStoreError as exc:
-            self.reply(wire.Failure(request.id, exc.code, str(exc)))
+        except Exception as exc:  # noqa: BLE001 - see invariant 4
+            self.reply(_failure(request, exc))
             return
         if answer is None:
             return
         if isinstance(answer, wire.Message):
-            self._transport.write(wire.encode(answer))
-        elif len(self._tasks) >= REQUESTS_MAX:
-            answer.close()  # type: ignore[attr-defined]
-            failure = Backpressure(f"{REQUESTS_MAX} requests are under way on this connection: wait for replies")
-            self.reply(wire.Failure(request.id, failure.code, str(failure)))
+            self.reply(answer)
+        elif refusal := self._refusal(request):
+            cast("Coroutine[Any, Any, wire.Message]", answer).close()
+            self.reply(_failure(request, refusal))
         else:
             task = self._service.spawn(self._finish(request, answer))
             self._tasks[request.id] = task
 
+    def _refusal(self, request: wire.Request) -> KVStoreError | None:
+        """Return why a request that takes time can't be begun."""
+        if request.id in self._tasks:
+            return UsageError(f"a request with the id {request.id} is under way: number requests one by one")
+        if len(self._tasks) >= REQUESTS_MAX:
+            return Backpressure(f"{REQUESTS_MAX} requests are under way on this connection: wait for replies")
+        return None
+
     async def _finish(self, request: wire.Request, answer: Awaitable[wire.Message]) -> None:
         try:
             reply = await answer
-        except KVStoreError as exc:
-            reply = wire.Failure(request.id, exc.code, str(exc))
+        except Exception as exc:  # noqa: BLE001 - see invariant 4
+            reply = _failure(request, exc)
         finally:
             self._tasks.pop(request.id, None)
         # No await between the answer and this: a lease that was granted is known to be on its way.
@@ -141,3 +178,11 @@ class Connection(asyncio.Protocol):
         log.warning("a client reads no replies", extra=fields(pid=self.peer.pid, stalled_s=STALLED_S))
         if self._transport is not None:
             self._transport.abort()
+
+
+def _failure(request: wire.Request, exc: Exception) -> wire.Failure:
+    if isinstance(exc, KVStoreError):
+        return wire.Failure(request.id, exc.code, str(exc))
+    verb = type(request).__name__
+    log.error("a request met a bug", extra=fields(verb=verb), exc_info=exc)
+    return wire.Failure(request.id, KVStoreError.code, f"{verb} met a bug of the daemon ({exc!r}): see its log, report it")

@@ -65,7 +65,7 @@ OPTIONS = (
     ),
     Option(
         "http", "HOST:PORT", readers.read_address,
-        "serve /metrics, /healthz and /readyz here; a port alone means 127.0.0.1", "off",
+        "serve /metrics, /healthz and /readyz here; a port alone means 127.0.0.1", "127.0.0.1:9469",
     ),
     Option(
         "ttl", "DURATION", duration(0, 1e9),

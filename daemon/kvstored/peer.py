@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from kvstore.errors import NotPermitted
 from kvstored.config import DEFAULT_TENANT, Settings
 
+_SO_PEERGROUPS = 59
 _SO_PEERPIDFD = 77
+_GROUPS_MAX = 65536  # the kernel's NGROUPS_MAX
+_GROUP = struct.Struct("I")
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -44,7 +47,7 @@ def identify(sock: socket.socket, settings: Settings) -> Peer:
     """
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
-    gids = frozenset({gid})
+    gids = _groups(sock) | {gid}
     admin = settings.admins.include(uid, gids)
     tenant = next((name for name, who in settings.tenants.items() if who.include(uid, gids)), None)
     if tenant is None:
@@ -54,6 +57,15 @@ def identify(sock: socket.socket, settings: Settings) -> Peer:
             )
         tenant = DEFAULT_TENANT
     return Peer(pid, uid, gid, _pidfd(sock, pid), tenant, admin)
+
+
+def _groups(sock: socket.socket) -> frozenset[int]:
+    """Return the supplementary groups of the other end."""
+    try:
+        raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_MAX * _GROUP.size)
+    except OSError:
+        return frozenset()
+    return frozenset(group for (group,) in _GROUP.iter_unpack(raw))
 
 
 def _pidfd(sock: socket.socket, pid: int) -> int:

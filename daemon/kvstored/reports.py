@@ -6,7 +6,7 @@ Invariant: every field is always present, so that a series at zero is a zero and
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore import __version__
 from kvstore.catalog import Tenancy
@@ -14,28 +14,27 @@ from kvstore.counters import miss_reasons
 from kvstore.store import Store
 from kvstore.table import NEVER_S, Tier
 from kvstored.config import Settings
-
-if TYPE_CHECKING:
-    from kvstored.service import Service
+from kvstored.node import Node
 
 Body = dict[str, Any]
 
 
-def status(settings: Settings, store: Store, service: Service, *, role: str) -> Body:
+def status(node: Node, *, role: str) -> Body:
     """Return what the daemon is and how it was started."""
+    settings, store = node.settings, node.store
     usage = store.disk.usage() if store.disk is not None else None
     ready = store.memory.populated_bytes / store.memory.size_bytes
     return {
         "version": __version__,
-        "boot_id": service.boot_id.hex(),
+        "boot_id": node.boot_id.hex(),
         "pid": os.getpid(),
         "uptime_s": round(store.clock.monotonic_s() - store.started_s, 3),
-        "state": "draining" if service.closing else "ready" if ready > 0 else "starting",
+        "state": "draining" if node.closing else "ready" if ready > 0 else "starting",
         "mode": settings.mode,
         "role": role,
         "tiers": [tier.label for tier in store.catalog.tiers],
         "socket": str(settings.socket),
-        "http": settings.http,
+        "http": node.http,
         "eviction": settings.eviction,
         "write_policy": settings.write_policy,
         "ttl_s": settings.ttl_s,
@@ -47,8 +46,9 @@ def status(settings: Settings, store: Store, service: Service, *, role: str) -> 
     }
 
 
-def stats(settings: Settings, store: Store, service: Service) -> Body:
+def stats(node: Node) -> Body:
     """Return everything countable."""
+    settings, store = node.settings, node.store
     catalog = store.catalog
     tiers = {Tier.CPU.label: _cpu(store)}
     if store.disk is not None:
@@ -60,7 +60,7 @@ def stats(settings: Settings, store: Store, service: Service) -> Body:
         "namespaces": [_namespace(store, tenancy, pinned) for tenancy in catalog.tenancies],
         "totals": _totals(store),
         "sessions": {
-            "open": len(service.connections),
+            "open": len(node.sessions),
             "leases": len(store.leases),
             "leases_overdue": len(store.leases.overdue(now_s)),
             "reservations": len(store.puts),

@@ -123,6 +123,7 @@ class _Resolver:
         if values["http"] is not None:
             host, port = values["http"]
             chosen["http"] = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            chosen["http_by_default"] = "http" not in self.given.values
         return replace(settings, **chosen)
 
     # ---- tiers and directories

@@ -24,11 +24,10 @@ from kvstore import wire
 from kvstore.errors import Backpressure, KVStoreError, RemoteProtocolError, TierLocked, UnavailableError
 from kvstore.lease import Session
 from kvstore.paths import socket_address
-from kvstore.store import Store
 from kvstore.tiers.arena import Arena
-from kvstored.config import Settings
 from kvstored.connection import Connection
 from kvstored.logs import fields
+from kvstored.node import Node
 from kvstored.peer import Peer, identify
 from kvstored.service import Service
 
@@ -43,10 +42,12 @@ _SOCKET_MODE = 0o660
 class Server:
     """Accepts connections until `close_listener`; `service` answers them."""
 
-    def __init__(self, settings: Settings, store: Store, service: Service) -> None:
-        self._settings = settings
-        self._store = store
+    def __init__(self, node: Node, service: Service) -> None:
+        self._node = node
+        self._settings = node.settings
+        self._store = node.store
         self._service = service
+        self._connections: set[Connection] = set()
         self._lock_fd = -1
         self._listener: socket.socket | None = None
         self._inode: tuple[int, int] | None = None
@@ -93,6 +94,11 @@ class Server:
             self._listener.close()
             self._listener = None
 
+    def close_connections(self) -> None:
+        """Close every connection, after what was written to it has been sent."""
+        for connection in list(self._connections):
+            connection.close()
+
     def close(self) -> None:
         """Remove the socket's file, if it is still ours, and let the path go."""
         path = self._settings.socket
@@ -120,7 +126,7 @@ class Server:
                     log.warning("no descriptor for a new connection", extra=fields(fix="raise LimitNOFILE"))
                 return
             sock.setblocking(False)
-            self._service.spawn(self._serve(sock))
+            self._node.spawn(self._serve(sock))
 
     async def _serve(self, sock: socket.socket) -> None:
         """Greet one client and stay with its session until its process has no part in it any more."""
@@ -149,7 +155,7 @@ class Server:
                 f"client speaks protocol {hello.protocol_min} to {hello.protocol_max}, this daemon "
                 f"{wire.PROTOCOL_MIN} to {wire.PROTOCOL_MAX}: update the older of the two"
             )
-        if len(self._service.connections) >= self._settings.sessions_max:
+        if len(self._connections) >= self._settings.sessions_max:
             raise Backpressure(f"{self._settings.sessions_max} sessions are open: raise sessions-max")
         session = self._store.open_session(peer.tenant, admin=peer.admin, client=hello.client)
         arena: Arena | None = None
@@ -163,8 +169,9 @@ class Server:
                     descriptors.append(arena.fd)
             welcome = self._service.welcome(hello, session, peer, arena)
             _send_with(sock, wire.encode(welcome), descriptors)
-            connection = Connection(self._service, session, peer, early)
-            self._service.connections.add(connection)
+            connection = Connection(self._node, self._service, session, peer, early)
+            self._connections.add(connection)
+            self._node.sessions.add(session)
             await loop.connect_accepted_socket(lambda: connection, sock)
         except BaseException:
             self._end(session, gone=True)
@@ -206,7 +213,8 @@ class Server:
             if pidfd >= 0:
                 loop.remove_reader(pidfd)
             connection.close()
-            self._service.connections.discard(connection)
+            self._connections.discard(connection)
+            self._node.sessions.discard(session)
             self._end(session, gone=True)
 
     def _end(self, session: Session, *, gone: bool) -> None:

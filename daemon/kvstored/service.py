@@ -10,26 +10,24 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvstore import __version__, wire
 from kvstore.block import Namespace
 from kvstore.catalog import Tenancy
 from kvstore.checksum import checksum
-from kvstore.counters import Cause
-from kvstore.errors import Backpressure, BadNamespace, Closing, NotPermitted, TooLarge, UsageError
+from kvstore.errors import Backpressure, BadNamespace, Closing, TooLarge, UsageError
 from kvstore.lease import Session
 from kvstore.lifecycle import Put
 from kvstore.puts import Ticket
-from kvstore.store import Store, in_thread
+from kvstore.store import in_thread
 from kvstore.tiers.arena import Arena
 from kvstore.wire import Outcome
 from kvstored.admin import Admin
-from kvstored.config import Settings
-from kvstored.connection import NAMESPACES_MAX, Connection
+from kvstored.connection import NAMESPACES_MAX, Answer, Connection
+from kvstored.node import Node
 from kvstored.peer import Peer
 
 _libc = ctypes.CDLL(None)
@@ -37,21 +35,14 @@ _memmove = _libc.memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p
 
-T = TypeVar("T")
-Answer = wire.Message | Awaitable[wire.Message] | None
-
-
 class Service:
-    """Answers requests. `boot_id` tells one life of the daemon from another."""
+    """Answers requests."""
 
-    def __init__(self, settings: Settings, store: Store, tasks: asyncio.TaskGroup, boot_id: bytes) -> None:
-        self.connections: set[Connection] = set()
-        self.closing = False
-        self.boot_id = boot_id
-        self.admin = Admin(settings, store, self)
-        self._settings = settings
-        self._store = store
-        self._tasks = tasks
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._settings = node.settings
+        self._store = node.store
+        self._admin = Admin(node)
         self._verbs: dict[type[wire.Message], Callable[[Connection, Any], Answer]] = {
             wire.Ping: lambda connection, request: wire.Done(request.id),
             wire.Open: self._open,
@@ -70,32 +61,23 @@ class Service:
             wire.Bye: self._bye,
         }
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine beside everything else; it is cancelled and waited for when the daemon closes."""
-        return self._tasks.create_task(work)
-
-    def end_connections(self) -> None:
-        """Close every connection."""
-        for connection in list(self.connections):
-            connection.close()
-
     def answer(self, connection: Connection, request: wire.Request) -> Answer:
         """Return the reply to a request, a coroutine for it, or None where none is due."""
         verb = self._verbs.get(type(request))
         if verb is not None:
             return verb(connection, request)
-        return self.admin.answer(connection, request)
+        return self._admin.answer(connection, request)
 
     def welcome(self, hello: wire.Hello, session: Session, peer: Peer, arena: Arena | None) -> wire.Welcome:
         """Return the answer to a Hello that was accepted."""
         settings, store = self._settings, self._store
-        at_seal = {"always": True, "never": False}.get(
-            settings.checksum_at_seal, store.disk is not None and settings.write_policy == "through"
-        )
+        # A checksum costs least while the block is warm in its writer's cache: take it there if it will be needed.
+        needed = settings.verify_reads or (store.disk is not None and settings.write_policy == "through")
+        at_seal = {"always": True, "never": False}.get(settings.checksum_at_seal, needed)
         return wire.Welcome(
             id=hello.id,
             protocol=min(hello.protocol_max, wire.PROTOCOL_MAX),
-            boot_id=self.boot_id,
+            boot_id=self._node.boot_id,
             session=session.token,
             role=peer.role,
             tenant=peer.tenant,
@@ -189,7 +171,7 @@ class Service:
     # ---- writing
 
     def _reserve(self, connection: Connection, request: wire.Reserve) -> Answer:
-        if self.closing:
+        if self._node.closing:
             raise Closing("the daemon is draining: store to the next one")
         tenancy = self._tenancy(connection, request.ns)
         ticket, outcomes = self._store.puts.reserve(
@@ -298,20 +280,11 @@ class Service:
         return wire.Done(request.id, told)
 
     def _drop(self, connection: Connection, request: wire.Drop) -> Answer:
-        tenancy = self._tenancy(connection, request.ns)
-        return self.dropped(tenancy, request)
+        return self._dropped(self._tenancy(connection, request.ns), request)
 
-    async def dropped(self, tenancy: Tenancy, request: wire.Drop | wire.DropBlocks) -> wire.Message:
-        """Drop blocks, durably, and answer."""
-        outcomes = bytearray()
-        for block_hash in request.hashes:
-            row = self._store.catalog.find(tenancy, block_hash)
-            outcomes.append(Outcome.ABSENT if row is None else Outcome.DONE)
-            if row is not None:
-                self._store.catalog.drop(row, Cause.DROP)
-        if self._store.mover is not None:
-            await self._store.mover.delete_departed()
-        return wire.Found(request.id, outcomes.count(Outcome.DONE), bytes(outcomes))
+    async def _dropped(self, tenancy: Tenancy, request: wire.Drop) -> wire.Message:
+        outcomes = await self._store.drop_blocks(tenancy, request.hashes)
+        return wire.Found(request.id, outcomes.count(Outcome.DONE), outcomes)
 
     def _cancel(self, connection: Connection, request: wire.Cancel) -> Answer:
         connection.cancel(request.request)
@@ -321,12 +294,6 @@ class Service:
         connection.said_goodbye = True
         connection.close()
         return None
-
-
-def require_admin(peer: Peer, verb: str) -> None:
-    """Raise NotPermitted unless the connection's user is an admin."""
-    if not peer.admin:
-        raise NotPermitted(f"{verb} needs the admin role: run it as a user that the setting `admin` names")
 
 
 def _leading_hits(outcomes: bytes) -> int:

@@ -189,7 +189,7 @@ def test_default_sizes_follow_the_machine(shell: Shell) -> None:
     assert settings.ssd_size_bytes == TIB // 10
     assert settings.ssd_dir == shell.directory / "state" / "ssd"
     assert settings.socket == shell.directory / "kvstored.sock"
-    assert settings.http is None
+    assert settings.http == "127.0.0.1:9469"
 
 
 def test_default_cpu_size_stays_within_the_control_group(shell: Shell) -> None:
