@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -47,7 +48,7 @@ class Fetch(Operation[FetchResult]):
         lease_s: float = LEASE_S,
         progress: Progress | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(len(hashes))
         self._space = space
         self._hashes = hashes
         self._blocks = blocks
@@ -64,8 +65,6 @@ class Fetch(Operation[FetchResult]):
         self._in_flight: deque[Window] = deque()
 
     def steps(self, session: Session, deadline_at: float) -> Steps:
-        if not self._hashes:
-            return
         self._number = yield from opened(session, self._space)
         self._wait_until = session.now() + self._wait_s
         queue = deque(windows_of(range(len(self._hashes)), self._space.block_bytes, session.welcome))
@@ -175,12 +174,15 @@ class Fetch(Operation[FetchResult]):
 
 
 class Hold(Operation[FetchResult]):
-    """Acquire without copying: all blocks at once, until `lease` is released. `views` are theirs, None for a miss."""
+    """Acquire without copying: all blocks at once, until `lease` is released.
+
+    `views` are theirs, None for a miss; `places` live as long as something reads them.
+    """
 
     def __init__(
         self, space: Space, hashes: list[bytes], *, wait_s: float = 0.0, max_ms: float | None = None, count: bool = True
     ) -> None:
-        super().__init__()
+        super().__init__(len(hashes))
         self._space = space
         self._hashes = hashes
         self._wait_s = wait_s
@@ -188,10 +190,9 @@ class Hold(Operation[FetchResult]):
         self._count = count
         self._outcomes = bytearray(len(hashes))
         self.views: list[memoryview | None] = []
+        self.places: list[weakref.ref[Any]] = []
 
     def steps(self, session: Session, deadline_at: float) -> Steps:
-        if not self._hashes:
-            return
         if len(self._hashes) > session.welcome.keys_max:
             raise TooLarge(
                 f"{len(self._hashes)} blocks are more than one lease holds ({session.welcome.keys_max}): "
@@ -216,6 +217,7 @@ class Hold(Operation[FetchResult]):
         check_outcomes(reply.outcomes, len(self._hashes), _ACQUIRED)
         hits = [at for at, outcome in enumerate(reply.outcomes) if outcome == Outcome.HIT]
         views: list[memoryview | None] = [None] * len(self._hashes)
+        places: list[weakref.ref[Any]] = []
         if reply.lease:
             if len(reply.offsets) != len(self._hashes):
                 raise RemoteProtocolError("the daemon granted a lease without a place for each block")
@@ -223,11 +225,12 @@ class Hold(Operation[FetchResult]):
             slots = places_of(session.pool, reply.offsets, hits, size)
             assert session.pool is not None
             for at in hits:
-                views[at] = session.pool.view(reply.offsets[at], size)
+                views[at], place = session.pool.view(reply.offsets[at], size)
+                places.append(place)
             yield from self._verify(session, reply, hits, slots)
         self.held.pop(reply.lease, None)
         self.lease = reply.lease
-        self.views = views
+        self.views, self.places = views, places
         there = Outcome.HIT if reply.lease else Outcome.LATER
         self._outcomes[:] = reply.outcomes.replace(bytes([Outcome.HIT]), bytes([there]))
 

@@ -30,6 +30,12 @@ class Greeting:
     welcome: wire.Welcome
     fds: list[int]
 
+    def close(self) -> None:
+        """Close both."""
+        self.sock.close()
+        for fd in self.fds:
+            os.close(fd)
+
 
 def greet(path: Path, client: str, deadline_at: float) -> Greeting:
     """Connect to the daemon at `path` and say hello.

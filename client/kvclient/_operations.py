@@ -139,7 +139,7 @@ class PerBlock(Operation[R], Generic[R]):
         until_miss: bool = False,
         patient: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(len(hashes))
         self._space = space
         self._hashes = hashes
         self._make = make
@@ -150,8 +150,6 @@ class PerBlock(Operation[R], Generic[R]):
         self._tiers = bytearray(len(hashes))
 
     def steps(self, session: Session, deadline_at: float) -> Steps:
-        if not self._hashes:
-            return
         number = yield from opened(session, self._space)
         step = session.welcome.keys_max
         requests: list[tuple[int, int]] = []
@@ -236,14 +234,12 @@ class Abort(Operation[int]):
     """Tells those who wait for blocks that they will not come; returns how many were told."""
 
     def __init__(self, space: Space, hashes: list[bytes]) -> None:
-        super().__init__()
+        super().__init__(len(hashes))
         self._space = space
         self._hashes = hashes
         self._count = 0
 
     def steps(self, session: Session, deadline_at: float) -> Steps:
-        if not self._hashes:
-            return
         number = yield from opened(session, self._space)
         step = session.welcome.keys_max
         for start in range(0, len(self._hashes), step):

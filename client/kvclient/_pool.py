@@ -16,6 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from kvclient import _buffers
@@ -56,9 +57,14 @@ class Mapping:
         # Called at the first use.
         self.on_use: Callable[[], None] | None = None
 
-    def view(self, offset: int, size_bytes: int) -> memoryview:
-        """Return a read-only view, which keeps the mapping alive."""
-        return memoryview(self.memory)[offset : offset + size_bytes].toreadonly()
+    def view(self, offset: int, size_bytes: int) -> tuple[memoryview, weakref.ref[Any]]:
+        """Return a read-only view, and a reference that is dead when nothing made from the view reads it any more.
+
+        Both the view and what is made from it keep the mapping alive.
+        """
+        place = _place_type(size_bytes).from_address(self.address + offset)
+        place.mapping = self
+        return memoryview(place).cast("B").toreadonly(), weakref.ref(place)
 
     def check(self, offsets: Sequence[int], size_bytes: int) -> None:
         """Raise RemoteProtocolError unless all `offsets` leave room for `size_bytes`."""
@@ -109,6 +115,12 @@ class Mapping:
     def is_touched(self) -> bool:
         """Whether the page tables are full."""
         return self._untouched_count <= 0
+
+
+@cache
+def _place_type(size_bytes: int) -> Any:
+    """Return a type for so many bytes of shared memory, whose objects can be referred to weakly."""
+    return type("Place", (ctypes.c_ubyte * size_bytes,), {})
 
 
 class Mappings:

@@ -66,8 +66,10 @@ class Operation(Generic[R]):
     lease: int = 0
     release: Callable[[], None] | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 1) -> None:
         self.held = {}
+        # Without blocks there is nothing to ask.
+        self.is_empty = count == 0
 
     def steps(self, session: Session, deadline_at: float) -> Steps:
         """Yield what is to be done; `deadline_at` is on the session's clock."""

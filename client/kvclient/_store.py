@@ -42,7 +42,7 @@ class Store(Operation[StoreResult]):
         wait_s: float = 0.0,
         progress: Progress | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(len(hashes))
         self._space = space
         self._hashes = hashes
         self._blocks = blocks
@@ -57,8 +57,6 @@ class Store(Operation[StoreResult]):
         self._sealing: deque[tuple[Sequence[int], int, int]] = deque()
 
     def steps(self, session: Session, deadline_at: float) -> Steps:
-        if not self._hashes:
-            return
         self._number = yield from opened(session, self._space)
         self._wait_until = session.now() + self._wait_s
         left: Sequence[int] = range(len(self._hashes))
@@ -172,4 +170,5 @@ class Store(Operation[StoreResult]):
 
     def _report(self) -> None:
         if self._progress is not None:
-            self._progress(len(self._outcomes) - self._outcomes.count(0), len(self._outcomes))
+            unsealed = sum(len(positions) for positions, _, _ in self._sealing)
+            self._progress(len(self._outcomes) - self._outcomes.count(0) + unsealed, len(self._outcomes))

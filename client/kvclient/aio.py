@@ -127,7 +127,8 @@ class AsyncClient:
         deadline_at = time.monotonic() + check_deadline(self.deadline_s + wait_s if deadline_s is None else deadline_s)
         failure: KVStoreError | None = None
         try:
-            await self._drive(operation, deadline_at)
+            if not operation.is_empty:
+                await self._drive(operation, deadline_at)
         except UsageError:
             raise
         except KVStoreError as exc:
@@ -142,7 +143,7 @@ class AsyncClient:
     async def hold(self, operation: Hold, deadline_s: float | None, wait_s: float) -> Lease:
         """Run an acquire; the lease is the caller's."""
         found = await self.run(operation, deadline_s, wait_s)
-        lease = Lease(found.raw, found.failure, operation.views, operation.release)
+        lease = Lease(found.raw, found.failure, operation.views, operation.places, operation.release)
         self._leases.add(lease)
         return lease
 
@@ -446,7 +447,4 @@ class AsyncNamespaceHandle(Verbs):
 
 def _close_greeting(greeting: asyncio.Future[Greeting]) -> None:
     if not greeting.cancelled() and greeting.exception() is None:
-        abandoned = greeting.result()
-        abandoned.sock.close()
-        for fd in abandoned.fds:
-            os.close(fd)
+        greeting.result().close()

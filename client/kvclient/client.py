@@ -108,7 +108,8 @@ class Client:
         deadline_at = time.monotonic() + check_deadline(self.deadline_s + wait_s if deadline_s is None else deadline_s)
         failure: KVStoreError | None = None
         try:
-            self._drive(operation, deadline_at)
+            if not operation.is_empty:
+                self._drive(operation, deadline_at)
         except UsageError:
             raise
         except KVStoreError as exc:
@@ -123,7 +124,7 @@ class Client:
     def hold(self, operation: Hold, deadline_s: float | None, wait_s: float) -> Lease:
         """Run an acquire; the lease is the caller's."""
         found = self.run(operation, deadline_s, wait_s)
-        lease = Lease(found.raw, found.failure, operation.views, operation.release)
+        lease = Lease(found.raw, found.failure, operation.views, operation.places, operation.release)
         self._leases.add(lease)
         return lease
 

@@ -3,7 +3,7 @@
 Theory of operation. An engine keeps the KV of a page (its own run of tokens) in pieces: one for each layer, and perhaps
 one each for K and V. A block of the store is these pieces one behind the other, in the order in which the tensors are
 given and, within a tensor, of its axes. What lies densely in memory is one piece, in the order of memory: where an
-engine shows a permuted view (heads outside tokens), a block has the order of the memory, and its namespace should say so.
+engine shows a permuted view (heads outside tokens), a block has the order of the memory; its namespace should say so.
 
 Invariants
 1. All pieces lie inside the tensors that were given: page numbers are checked against their shapes.

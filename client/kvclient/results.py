@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
+from typing import Any
 
 from kvstore.errors import KVStoreError, LeaseExpired, UsageError
 from kvstore.prefix import leading_run
@@ -129,9 +131,10 @@ class Changed(_PerBlock):
 class Lease(_Read):
     """Blocks held in the daemon's memory and read in place, until `release`.
 
-    A context manager. `views[i]` is a read-only memoryview of block i, None where it is no hit. Arrays made from a view
-    must be dropped before the release: it refuses while it sees one, and it can't see all (torch.frombuffer hides its).
-    A lease belongs to the process that got it: in a forked child it is over.
+    A context manager. `views[i]` is a read-only memoryview of block i, None where it is no hit. Slices of a view and
+    arrays made from it must be dropped before the release, which refuses while it sees one. (It can't see what
+    torch.frombuffer makes: use torch.from_numpy(numpy.asarray(view)).) A lease belongs to the process that got it: in a
+    forked child it is over.
     """
 
     def __init__(
@@ -139,11 +142,13 @@ class Lease(_Read):
         raw: bytes,
         failure: KVStoreError | None,
         views: Sequence[memoryview | None],
+        places: Sequence[weakref.ref[Any]],
         give_back: Callable[[], None] | None,
     ) -> None:
         self.raw = raw
         self.failure = failure
         self._views = views
+        self._places = places
         self._give_back = give_back
         self._is_over = False
         self._pid = os.getpid()
@@ -191,14 +196,16 @@ class Lease(_Read):
                     continue  # an array made from it in the parent; `views` refuses it from now on
 
     def _end_views(self) -> None:
-        for position, view in enumerate(self._views):
+        for view in self._views:
             if view is not None:
                 try:
                     view.release()
-                except BufferError as exc:
-                    raise UsageError(
-                        f"an array made from view {position} of a lease is still in use: drop it, then release again"
-                    ) from exc
+                except BufferError:
+                    continue  # somebody is in the middle of reading it: its place is alive
+        if any(place() is not None for place in self._places):
+            raise UsageError(
+                "a slice of a lease's view, or an array made from one, is still in use: drop it, then release again"
+            )
 
     def __enter__(self) -> Lease:
         return self

@@ -1,0 +1,1 @@
+"""Tests of the client, most of them against the real daemon."""
