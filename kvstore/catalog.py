@@ -88,7 +88,8 @@ class Catalog:
         self.tenancies: list[Tenancy] = []
         self.departed: deque[int] = deque()  # rows whose ssd copy is LEAVING and held by nobody
         self.pinned: dict[int, float] = {}  # row -> end of an operator's pin, boottime
-        self.used_bytes: dict[tuple[str, Tier], int] = {}  # by tenant and tier
+        self.used_bytes: dict[tuple[str, Tier], int] = {}  # of READY copies, by tenant and tier
+        self.promised_bytes: dict[tuple[str, Tier], int] = {}  # of slots that are being filled or written
         self.lanes: list[tuple[int, str, Tier]] = []  # lane -> slot size, tenant, tier
         self._free_slot = free_slot
         self._is_transit = is_transit
@@ -226,6 +227,7 @@ class Catalog:
         """Begin a copy: bytes will be put into `slot`. The caller holds the row."""
         self.table.move(row, tier, CopyEvent.FILL)
         self.table.slot[tier][row] = slot
+        self.promise(self.tenancies[self.table.namespace[row]], tier, 1)
         if tier is Tier.CPU and self._is_transit(slot):
             self._unsettled.add(row)
 
@@ -233,6 +235,7 @@ class Catalog:
         """The copy that was begun is complete."""
         self.table.move(row, tier, CopyEvent.FILLED)
         tenancy = self.tenancies[self.table.namespace[row]]
+        self.promise(tenancy, tier, -1)
         self._arrived(tenancy, row, tier)
         if not self.is_visible(row):
             self.drop(row, Cause.DROP)
@@ -241,6 +244,7 @@ class Catalog:
         """The copy that was begun will not come; return its slot, which the caller frees."""
         slot = self.table.slot[tier][row]
         self.table.move(row, tier, CopyEvent.FAIL)
+        self.promise(self.tenancies[self.table.namespace[row]], tier, -1)
         return slot
 
     def leave(self, row: int, tier: Tier, cause: Cause) -> None:
@@ -277,6 +281,16 @@ class Catalog:
                     evicted += 1
         self.leave(row, tier, cause)
         return evicted
+
+    def promise(self, tenancy: Tenancy, tier: Tier, slots: int) -> None:
+        """Count slots (or fewer, below zero) that a tenant has taken in a tier and that hold no block yet."""
+        owner = (tenancy.tenant, tier)
+        self.promised_bytes[owner] = self.promised_bytes.get(owner, 0) + slots * tenancy.slot_bytes
+
+    def charged_bytes(self, tenancy: Tenancy, tier: Tier) -> int:
+        """Return what counts against the tenant's quota in a tier: blocks, and slots that are being filled."""
+        owner = (tenancy.tenant, tier)
+        return self.used_bytes.get(owner, 0) + self.promised_bytes.get(owner, 0)
 
     # ---- holds, pins, lives
 

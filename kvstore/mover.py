@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import mmap
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.catalog import Catalog, Tenancy
@@ -64,6 +64,7 @@ class Mover:
         *,
         capacity_bytes: int,
         queue_bytes_max: int,
+        quotas: Mapping[str, int],
     ) -> None:
         self.queued_bytes = 0
         self.load_bytes_in_flight = 0
@@ -73,12 +74,14 @@ class Mover:
         self._room = room
         self._disk = disk
         self._capacity_bytes = capacity_bytes
+        self._quotas = quotas
         self._queue_bytes_max = queue_bytes_max
-        self._queue: deque[tuple[int, int]] = deque()  # row and generation
-        self._queued: dict[int, int] = {}  # row -> its size in `queued_bytes`
+        self._queue: deque[tuple[int, int]] = deque()  # row and generation: a row may get another block meanwhile
+        self._queued: dict[int, int] = {}  # generation -> its size in `queued_bytes`
         self._loads: dict[int, Load] = {}
         self._victims = Victims(catalog, Tier.SSD, disk, self._in_memory)
-        self._durable: dict[int, list[asyncio.Future[bool]]] = {}  # row -> who wait for its write
+        self._durable: dict[int, list[asyncio.Future[bool]]] = {}  # generation -> who wait for its write
+        self._deleting_now = asyncio.Lock()
         self._writes = asyncio.Semaphore(_BATCHES_IN_FLIGHT)
         self._writing = 0  # batches
         self._deleting = 0  # index entries
@@ -100,36 +103,43 @@ class Mover:
         """Queue blocks for the ssd tier. What the queue can't take is dropped and counted, unless it is `urgent`."""
         table = self._catalog.table
         for row in rows:
-            if row in self._queued or table.state[Tier.SSD][row] != Copy.ABSENT or table.hash[row] is None:
+            generation = table.generation[row]
+            if generation in self._queued or table.state[Tier.SSD][row] != Copy.ABSENT or table.hash[row] is None:
                 continue
             size = self._size(row)
             if not urgent and self.queued_bytes + size > self._queue_bytes_max:
                 self._catalog.counters[Tier.SSD].demotions_dropped += 1
                 continue
-            self._queued[row] = size
+            self._queued[generation] = size
             self.queued_bytes += size
-            self._queue.append((row, table.generation[row]))
+            self._queue.append((row, generation))
         self._work.set()
 
     async def make_durable(self, rows: Sequence[int]) -> list[bool]:
         """Return, for each block, whether it is durable on ssd; returns when each is settled.
 
-        Cancellation leaves the writes going on.
+        The rows are held meanwhile. Cancellation lets go of them; their writes may still come.
         """
-        waits: list[asyncio.Future[bool] | bool] = []
-        loop = asyncio.get_running_loop()
+        table, loop = self._catalog.table, asyncio.get_running_loop()
+        ready: list[asyncio.Future[bool]] = []
         for row in rows:
-            if self._catalog.table.state[Tier.SSD][row] == Copy.READY:
-                waits.append(True)
-                continue
+            self._catalog.hold(row)
             future: asyncio.Future[bool] = loop.create_future()
-            self._durable.setdefault(row, []).append(future)
-            waits.append(future)
-        self.demote(rows, urgent=True)
-        for row in rows:
-            if row not in self._queued and self._catalog.table.state[Tier.SSD][row] == Copy.ABSENT:
-                self._tell_durable(row, False)
-        return [wait if isinstance(wait, bool) else await wait for wait in waits]
+            ready.append(future)
+            if table.state[Tier.SSD][row] == Copy.READY:
+                future.set_result(True)
+            else:
+                self._durable.setdefault(table.generation[row], []).append(future)
+        try:
+            self.demote(rows, urgent=True)
+            for row in rows:
+                generation = table.generation[row]
+                if generation not in self._queued and table.state[Tier.SSD][row] != Copy.FILLING:
+                    self._tell_durable(generation, table.state[Tier.SSD][row] == Copy.READY)
+            return [await future for future in ready]
+        finally:
+            for row in rows:
+                self._catalog.unhold(row)
 
     def unwritten(self) -> list[int]:
         """Return the rows that only memory holds."""
@@ -166,23 +176,23 @@ class Mover:
             row, generation = self._queue[0]
             if self._needs_write(row, generation):
                 tenancy = self._tenancy(row)
-                address = self._disk.allocate(tenancy.block_bytes)
+                address = self._disk.allocate(tenancy.block_bytes) if self._meet_quota(tenancy) else None
                 if address is None and batch:
                     break  # write what there is; room is made meanwhile
                 if address is None:
                     address = await self._wait_for_address(tenancy)
                 # That wait took time: the row may have gone.
                 if address is None or not self._needs_write(row, generation):
-                    self._give_up(row, address)
+                    self._give_up(generation, address)
                 else:
                     self._catalog.hold(row)
                     self._catalog.fill(row, Tier.SSD, address)
                     batch.append((row, address))
                     size_bytes += tenancy.slot_bytes
             else:
-                self._tell_durable(row, self._catalog.table.state[Tier.SSD][row] == Copy.READY)
+                self._tell_durable(generation, self._is_durable(row, generation))
             self._queue.popleft()
-            self.queued_bytes -= self._queued.pop(row)
+            self.queued_bytes -= self._queued.pop(generation)
         return batch
 
     async def _write(self, batch: list[tuple[int, int]]) -> None:
@@ -213,7 +223,7 @@ class Mover:
             else:
                 self._catalog.fail(row, Tier.SSD)
                 self._catalog.counters[Tier.SSD].demotions_dropped += 1
-            self._tell_durable(row, durable and table.state[Tier.SSD][row] == Copy.READY)
+            self._tell_durable(table.generation[row], durable)
             slot_bytes = self._size(row)
             self._catalog.unhold(row)
             sizes.add(slot_bytes)
@@ -221,11 +231,11 @@ class Mover:
             self.free_ahead(slot_bytes)
         self._signal()
 
-    def _give_up(self, row: int, address: int | None) -> None:
+    def _give_up(self, generation: int, address: int | None) -> None:
         if address is not None:
             self._disk.release(address)
         self._catalog.counters[Tier.SSD].demotions_dropped += 1
-        self._tell_durable(row, False)
+        self._tell_durable(generation, False)
 
     def _needs_write(self, row: int, generation: int) -> bool:
         table = self._catalog.table
@@ -237,8 +247,12 @@ class Mover:
             and self._catalog.is_visible(row)
         )
 
-    def _tell_durable(self, row: int, durable: bool) -> None:
-        for future in self._durable.pop(row, ()):
+    def _is_durable(self, row: int, generation: int) -> bool:
+        table = self._catalog.table
+        return table.generation[row] == generation and table.state[Tier.SSD][row] == Copy.READY
+
+    def _tell_durable(self, generation: int, durable: bool) -> None:
+        for future in self._durable.pop(generation, ()):
             if not future.done():
                 future.set_result(durable)
 
@@ -247,6 +261,8 @@ class Mover:
     async def _wait_for_address(self, tenancy: Tenancy) -> int | None:
         """Return an address as soon as deletes have made room, or None if the tier can't give one."""
         for _ in range(_ROOM_ROUNDS):
+            if not self._meet_quota(tenancy):
+                return None
             self.free_ahead(tenancy.slot_bytes)
             address = self._disk.allocate(tenancy.block_bytes)
             if address is not None:
@@ -257,6 +273,15 @@ class Mover:
                 async with asyncio.timeout(_ROOM_ROUND_S):
                     await self._progress.wait()
         return None
+
+    def _meet_quota(self, tenancy: Tenancy) -> bool:
+        quota = self._quotas.get(tenancy.tenant)
+        while quota is not None and self._catalog.charged_bytes(tenancy, Tier.SSD) + tenancy.slot_bytes > quota:
+            victim = self._victims.for_tenant(tenancy.tenant)
+            if victim is None:
+                return False
+            self._catalog.evict_with_slices(victim, Tier.SSD, Cause.QUOTA)
+        return True
 
     def free_ahead(self, slot_bytes: int) -> None:
         """Evict on ssd so that some slots of this class will be free when they are needed."""
@@ -282,24 +307,31 @@ class Mover:
                     async with asyncio.timeout(_DELETE_PAUSE_S):
                         await self._work_deletes.wait()
                 continue
-            await self.delete_departed()
+            try:
+                await self.delete_departed()
+            except KVStoreError:
+                pass  # the tier keeps the slots and tries again; its state says so
 
     async def delete_departed(self) -> int:
-        """Delete the index entries of what has left the ssd tier, durably; return how many."""
-        departed = self._catalog.departed
-        rows = [departed.popleft() for _ in range(min(len(departed), _DELETES_MAX))]
-        if not rows:
-            return 0
-        self._deleting += len(rows)
-        try:
-            await self._disk.forget([self._catalog.table.slot[Tier.SSD][row] for row in rows])
-        finally:
-            # A delete that failed leaves its slots in the tier's own quarantine; the rows are gone in either case.
-            self._deleting -= len(rows)
-            for row in rows:
-                self._catalog.gone(row)
-        self._signal()
-        return len(rows)
+        """Delete the index entries of what has left the ssd tier, durably; return how many.
+
+        What another call is deleting is deleted, too, when this returns. Raises TierUnavailable if the index can't be
+        written now: the tier then tries again by itself.
+        """
+        async with self._deleting_now:  # held across I/O for that promise
+            departed = self._catalog.departed
+            rows = [departed.popleft() for _ in range(min(len(departed), _DELETES_MAX))]
+            if not rows:
+                return 0
+            self._deleting += len(rows)
+            try:
+                await self._disk.forget([self._catalog.table.slot[Tier.SSD][row] for row in rows])
+            finally:
+                self._deleting -= len(rows)
+                for row in rows:
+                    self._catalog.gone(row)
+                self._signal()
+            return len(rows)
 
     @property
     def _leaving_slots(self) -> int:

@@ -143,6 +143,8 @@ class Puts:
                 ticket.offsets[position] = offset
                 writing[hashes[position]] = ticket
             self.reserved_bytes += ticket.slot_charge * len(taken)
+            if ticket.arena is None:
+                self._catalog.promise(tenancy, Tier.CPU, len(taken))
             self._tickets[ticket.token] = ticket
             session.tickets.add(ticket.token)
             heapq.heappush(self._ends, (ticket.ends_s, ticket.token))
@@ -209,6 +211,7 @@ class Puts:
                 offsets = [slots[at] for at in sealed]
                 self.copying_bytes -= tenancy.slot_bytes * len(sealed)
             self.reserved_bytes -= tenancy.slot_bytes * len(sealed)
+            self._catalog.promise(tenancy, Tier.CPU, -len(sealed))
             sums = [checksums[at] for at in sealed] if checksums else [NOT_COMPUTED] * len(sealed)
             result.rows = self._catalog.adopt(
                 tenancy, hashes, offsets, sums, tenancy.ttl_s if ttl_s is None else ttl_s
@@ -342,12 +345,14 @@ class Puts:
         if offset is not None:
             self.reserved_bytes += tenancy.slot_bytes
             self.copying_bytes += tenancy.slot_bytes
+            self._catalog.promise(tenancy, Tier.CPU, 1)
         return offset
 
     def free_copy(self, tenancy: Tenancy, offset: int) -> None:
         """Undo `take_for_copy`."""
         self.reserved_bytes -= tenancy.slot_bytes
         self.copying_bytes -= tenancy.slot_bytes
+        self._catalog.promise(tenancy, Tier.CPU, -1)
         self._memory.free(offset)
 
     def _give_back(self, ticket: Ticket, position: int) -> None:
@@ -364,7 +369,11 @@ class Puts:
             self.quarantined_bytes -= charged
             self.quarantined_slots -= 1
             ticket.session.quarantined_bytes -= charged
-        (ticket.arena or self._memory).free(ticket.offsets[position])
+        if ticket.arena is None:
+            self._catalog.promise(ticket.tenancy, Tier.CPU, -1)
+            self._memory.free(ticket.offsets[position])
+        else:
+            ticket.arena.free(ticket.offsets[position])
 
     def _expire(self, ticket: Ticket) -> None:
         for position in ticket.positions(Put.OPEN):

@@ -39,16 +39,16 @@ class Room:
         else:
             offsets = self._memory.allocate_many(tenancy.slot_bytes, count)
         while len(offsets) < count:
-            offset = self.take(tenancy)
+            offset = self.take(tenancy, taken=len(offsets))
             if offset is None:
                 break
             offsets.append(offset)
         return offsets
 
-    def take(self, tenancy: Tenancy, *, for_load: bool = False) -> int | None:
-        """Return the offset of a slot for a block of `tenancy`, or None."""
+    def take(self, tenancy: Tenancy, *, for_load: bool = False, taken: int = 0) -> int | None:
+        """Return the offset of a slot for a block of `tenancy`, or None; `taken` slots are not charged to it yet."""
         offset: int | None = None
-        if self._meet_quota(tenancy):
+        if self._meet_quota(tenancy, taken):
             offset = self._memory.allocate(tenancy.slot_bytes)
             rounds = 0
             while offset is None and rounds < _ROUNDS_MAX:
@@ -74,12 +74,11 @@ class Room:
     def _would_be_lost(self, row: int) -> bool:
         return Tier.SSD in self._catalog.tiers and self._catalog.table.residency[row] == Tier.CPU.bit
 
-    def _meet_quota(self, tenancy: Tenancy) -> bool:
+    def _meet_quota(self, tenancy: Tenancy, taken: int) -> bool:
         quota = self._quotas.get(tenancy.tenant)
         if quota is None:
             return True
-        owner = (tenancy.tenant, Tier.CPU)
-        while self._catalog.used_bytes.get(owner, 0) + tenancy.slot_bytes > quota:
+        while self._catalog.charged_bytes(tenancy, Tier.CPU) + (taken + 1) * tenancy.slot_bytes > quota:
             victim = self._victims.for_tenant(tenancy.tenant)
             if victim is None:
                 return False

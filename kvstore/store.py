@@ -95,6 +95,7 @@ class Store:
         self.mover = None if disk is None else Mover(
             self.catalog, self.memory, self.room, disk,
             capacity_bytes=settings.ssd_size_bytes, queue_bytes_max=settings.write_queue_bytes,
+            quotas={tenant: sizes["ssd"] for tenant, sizes in settings.quotas.items() if "ssd" in sizes},
         )  # fmt: skip
         usable = self.memory.grantable_bytes()
         self.leases = Leases(self.catalog, usable // 2)
