@@ -49,12 +49,21 @@ def resolve(namespaces: Sequence[NamespaceReport], name: str) -> NamespaceReport
     )
 
 
+def labels(namespaces: Sequence[NamespaceReport]) -> list[str]:
+    """Return the model of each namespace, with what tells it from the others of that model."""
+    return [plain(" ".join([one.title, *_differing(one, namespaces)])) for one in namespaces]
+
+
+def _differing(one: NamespaceReport, namespaces: Sequence[NamespaceReport]) -> Iterator[str]:
+    same_title = [other.details for other in namespaces if other.title == one.title]
+    for part, others in zip(one.details, zip(*same_title, strict=True), strict=True):
+        if part and len(set(others)) > 1:
+            yield part
+
+
 def _listed(namespaces: Sequence[NamespaceReport], limit: int = 20) -> str:
-    lines = [
-        f"  {namespace.digest[:SHORT_DIGEST]}  {plain(namespace.title)}  {plain(namespace.details)}"
-        f"  blocks of {namespace.block_tokens} tokens"
-        for namespace in namespaces[:limit]
-    ]
+    shown = namespaces[:limit]
+    lines = [f"  {one.digest[:SHORT_DIGEST]}  {label}" for one, label in zip(shown, labels(shown), strict=True)]
     if len(namespaces) > limit:
         lines.append(f"  and {len(namespaces) - limit} more: kvctl namespaces lists them")
     return "\n".join(lines)

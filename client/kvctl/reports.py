@@ -104,16 +104,13 @@ class NamespaceReport(Report, frozen=True):
         return self.model + revision + (f"+{self.adapter}" if self.adapter else "")
 
     @property
-    def details(self) -> str:
+    def details(self) -> tuple[str, ...]:
         """What else tells it from others of the same model."""
-        parts = [self.dtype]
-        parts += [
-            f"{name} {ends[0]}-{ends[1] - 1}"
+        slices = [
+            f"{name} {ends[0]}-{ends[1] - 1}" if len(ends) == 2 else ""
             for name, ends in (("layers", self.layers), ("heads", self.heads))
-            if len(ends) == 2
         ]
-        parts.append(f"tenant {self.tenant}" if self.tenant else "")
-        return ", ".join(part for part in parts if part)
+        return self.dtype, f"{self.block_tokens}-token blocks", *slices, f"tenant {self.tenant}" if self.tenant else ""
 
 
 class Totals(Report, frozen=True):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvctl.naming import SHORT_DIGEST
+from kvctl.naming import SHORT_DIGEST, labels
 from kvctl.printing import Output, count, counted, duration, percent, plain, size
 from kvctl.reports import (
     BlockReport,
@@ -159,18 +158,18 @@ def _lookups(output: Output, report: StatsReport) -> str:
 def namespaces(output: Output, found: Sequence[NamespaceReport]) -> str:
     """Return one line a namespace, the largest first."""
     tiers = _tier_names(found)
-    titles = Counter(namespace.title for namespace in found)
+    ordered = sorted(found, key=lambda one: (-sum(one.bytes.values()), one.digest))
     rows = [
         [
             namespace.digest[:SHORT_DIGEST],
-            plain(namespace.title + (f" ({namespace.details})" if titles[namespace.title] > 1 else "")),
+            label,
             size(namespace.block_bytes),
             *(size(namespace.bytes.get(tier, 0)) for tier in tiers),
             percent(hit_rate(namespace.hit_blocks, namespace.queried_blocks)),
             count(namespace.stored_blocks),
             count(sum(namespace.evictions.values())),
         ]
-        for namespace in sorted(found, key=lambda one: (-sum(one.bytes.values()), one.digest))
+        for namespace, label in zip(ordered, labels(ordered), strict=True)
     ]
     headers = ["NAMESPACE", "MODEL", "BLOCK", *(tier.upper() for tier in tiers), "HITS", "STORED", "EVICTED"]
     return output.table(headers, rows, left=2, shrink=1)

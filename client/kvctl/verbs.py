@@ -315,7 +315,7 @@ def _drop_namespaces(call: Call) -> Exit:
 
 
 def _named(namespace: NamespaceReport) -> str:
-    tenant = f" of tenant {plain(namespace.tenant)}" if namespace.tenant else ""
+    tenant = f" of tenant {plain(namespace.tenant)}" if namespace.tenant not in ("", "default") else ""
     return f"{namespace.digest[: naming.SHORT_DIGEST]} {plain(namespace.title)}{tenant}"
 
 
@@ -330,7 +330,7 @@ def evict(call: Call) -> Exit:
     age = f" that were not used for {duration(options.older_than_s)}" if options.older_than_s else ""
     text = (
         f"Plan: evict at most {describe_size(most)} of the {size(tier.used_bytes)} used in {options.tier}, the coldest "
-        f"blocks{age} first; {size(tier.pinned_bytes)} are pinned and stay. Blocks in no other tier are lost."
+        f"blocks{age} first; {size(tier.pinned_bytes)} are leased and stay, as pins do. Blocks in no other tier are lost."
     )
     plan = {"tier": options.tier, "bytes_max": most, "older_than_s": options.older_than_s}
     if not call.is_confirmed(text, plan):

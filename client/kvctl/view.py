@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvctl import rates
-from kvctl.naming import SHORT_DIGEST
+from kvctl.naming import SHORT_DIGEST, labels
 from kvctl.printing import count, duration, percent, plain, rate, size
 from kvctl.rates import NamespaceRates, Rates, TierRates
 from kvctl.reports import NamespaceReport, StatsReport, StatusReport, TierReport, hit_rate
@@ -154,7 +154,7 @@ def _middle(frame: Frame) -> Table:
 
 def _hits(frame: Frame) -> Table:
     totals, now = frame.stats.totals, frame.rates
-    table = _table(("HIT RATE", "wide"), ("NOW", "right"), ("EVER", "right"))
+    table = _table(("HITS", "wide"), ("NOW", "right"), ("EVER", "right"))
     table.add_row(
         "all",
         percent(now.hit_share if now else None),
@@ -211,11 +211,12 @@ def _namespaces(frame: Frame) -> Table:
         ("NAMESPACE", "left"), ("MODEL", "wide"), *((tier.upper(), "right") for tier in tiers),
         ("HITS", "right"), ("QUERY/s", "right"), ("EVICT/s", "right"),
     )  # fmt: skip
-    for namespace in _shown(frame):
+    shown = _shown(frame)
+    for namespace, label in zip(shown, labels(shown), strict=True):
         now = _rates_of(frame, namespace)
         table.add_row(
             namespace.digest[:SHORT_DIGEST],
-            plain(namespace.title),
+            label,
             *(size(namespace.bytes.get(tier, 0)) for tier in tiers),
             percent(hit_rate(namespace.hit_blocks, namespace.queried_blocks)),
             rate(now.queried_per_s),
