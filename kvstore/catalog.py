@@ -20,43 +20,22 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
 from kvstore.block import Namespace
-from kvstore.counters import Cause, NamespaceCounters, TierCounters
+from kvstore.counters import Cause, TierCounters
+from kvstore.expiry import ExpiryQueue
 from kvstore.lifecycle import Copy, CopyEvent
 from kvstore.policy import Policy
 from kvstore.table import NEVER_S, NO_SLOT, BlockTable, Columns, Tier
+from kvstore.tenancy import Tenancy
 
 TICKS_PER_S = 100
-_EXPIRY_BUCKET_S = 1.0
+_PIN_LOOK_S = 10.0  # how often a pinned block whose life is over is looked at
 _LEASE = 1 << 16  # `holds` counts leases in its upper half, all others in its lower
 
 
 _fastest_tier = [(residency & -residency).bit_length() - 1 for residency in range(16)].__getitem__
-
-
-@dataclass(eq=False, slots=True)
-class Tenancy:
-    """A namespace as one tenant sees it; the unit of visibility, epochs and counting."""
-
-    number: int
-    tenant: str
-    namespace: Namespace
-    slot_bytes: int
-    lanes: dict[Tier, int]
-    siblings: list[Tenancy]  # all slices of its group, itself included: evicted together
-    epoch: int = 0
-    ttl_s: float = 0.0
-    disk_number: int | None = None  # what the ssd tier knows it by
-    rows: dict[bytes, int] = field(default_factory=dict[bytes, int])
-    blocks: dict[Tier, int] = field(default_factory=dict[Tier, int])
-    counters: NamespaceCounters = field(default_factory=NamespaceCounters)
-
-    @property
-    def block_bytes(self) -> int:
-        return self.namespace.block_bytes
 
 
 class Catalog:
@@ -100,8 +79,7 @@ class Catalog:
         self._lane_numbers: dict[tuple[int, str, Tier], int] = {}
         self._unsettled: set[int] = set()  # held rows that have something to give back when they are let go
         self._condemned: deque[Iterator[tuple[bytes, int]]] = deque()
-        self._expiring: dict[int, array[int]] = {}  # second -> rows whose life ends in it
-        self._expired_until = self._bucket(self._start_s)
+        self._expiry = ExpiryQueue(self._start_s)
         self._generation = 0
 
     # ---- namespaces
@@ -197,7 +175,7 @@ class Catalog:
         self.policies[Tier.CPU].admit_many(rows[::-1], tenancy.lanes[Tier.CPU], self.tick())
         if ttl_s > 0:
             for row in rows:
-                self._remember_expiry(row, expires_s)
+                self._expiry.add(row, expires_s)
         return rows
 
     def restore(self, hashes: list[bytes], namespaces: array[int], columns: Columns) -> None:
@@ -221,7 +199,7 @@ class Catalog:
         if min(columns.expires_s) != NEVER_S:
             for row, expires_s in zip(rows, columns.expires_s, strict=True):
                 if expires_s != NEVER_S:
-                    self._remember_expiry(row, expires_s)
+                    self._expiry.add(row, expires_s)
 
     def fill(self, row: int, tier: Tier, slot: int) -> None:
         """Begin a copy: bytes will be put into `slot`. The caller holds the row."""
@@ -366,30 +344,21 @@ class Catalog:
             return
         expires_s = self._now_s() + ttl_s
         self.table.expires_s[row] = expires_s
-        self._remember_expiry(row, expires_s)
+        self._expiry.add(row, expires_s)
 
     def expire(self, limit: int) -> int:
         """Drop blocks whose life is over, looking at `limit` at most; return how many were dropped."""
         now_s = self._now_s()
         dropped = 0
-        while limit > 0 and self._expired_until < self._bucket(now_s):
-            due = self._expiring.get(self._expired_until)
-            if not due:
-                self._expiring.pop(self._expired_until, None)
-                self._expired_until += 1
+        for row in self._expiry.due(now_s, limit):
+            expires_s = self.table.expires_s[row]
+            if expires_s == NEVER_S or not self.is_visible(row):
                 continue
-            batch = due[-limit:]
-            del due[-limit:]
-            limit -= len(batch)
-            for row in batch:
-                expires_s = self.table.expires_s[row]
-                if self.table.hash[row] is None or expires_s == NEVER_S or not self.is_visible(row):
-                    continue
-                if expires_s > now_s or row in self.pinned:  # renewed, or another block's row by now
-                    self._remember_expiry(row, max(expires_s, now_s + 10))
-                else:
-                    self.drop(row, Cause.TTL)
-                    dropped += 1
+            if expires_s > now_s or row in self.pinned:  # renewed, or another block's row by now
+                self._expiry.add(row, max(expires_s, now_s + _PIN_LOOK_S))
+            else:
+                self.drop(row, Cause.TTL)
+                dropped += 1
         for row in [row for row, until_s in self.pinned.items() if until_s <= now_s]:
             del self.pinned[row]
         return dropped
@@ -494,17 +463,9 @@ class Catalog:
             self.pinned.pop(row, None)
             table.remove(row)
 
-    def _remember_expiry(self, row: int, expires_s: float) -> None:
-        bucket = max(self._bucket(expires_s), self._expired_until)
-        self._expiring.setdefault(bucket, array("I")).append(row)
-
     def _lane(self, slot_bytes: int, tenant: str, tier: Tier) -> int:
         key = (slot_bytes, tenant, tier)
         if key not in self._lane_numbers:
             self._lane_numbers[key] = len(self.lanes)
             self.lanes.append(key)
         return self._lane_numbers[key]
-
-    @staticmethod
-    def _bucket(at_s: float) -> int:
-        return int(at_s // _EXPIRY_BUCKET_S)

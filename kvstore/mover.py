@@ -21,12 +21,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore.catalog import Catalog, Tenancy
+from kvstore.catalog import Catalog
 from kvstore.counters import Cause
 from kvstore.errors import KVStoreError
 from kvstore.lifecycle import Copy
 from kvstore.room import Room
 from kvstore.table import Tier
+from kvstore.tenancy import Tenancy
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_records import DiskRead, DiskRecord, DiskWrite
 from kvstore.tiers.memory import MemoryTier

@@ -18,13 +18,14 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.catalog import Catalog, Tenancy
+from kvstore.catalog import Catalog
 from kvstore.checksum import NOT_COMPUTED
 from kvstore.errors import LeaseExpired
 from kvstore.lease import Session, WriteWindow
 from kvstore.lifecycle import Put, PutEvent, next_put
 from kvstore.room import Room
 from kvstore.table import Tier
+from kvstore.tenancy import Tenancy
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import Outcome
 

@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from kvstore.catalog import Catalog, Tenancy
+from kvstore.catalog import Catalog
 from kvstore.clock import Clock
 from kvstore.errors import TooManyLeases
 from kvstore.lease import Leases, Session
 from kvstore.mover import Load, Mover
 from kvstore.puts import Arrival, Puts
 from kvstore.table import Tier
+from kvstore.tenancy import Tenancy
 from kvstore.wire import MISS_FIRST, Acquire, Acquired, Found, Lookup, Outcome
 
 _ROOM_ROUND_S = 0.1

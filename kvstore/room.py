@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvstore.catalog import Catalog, Tenancy
+from kvstore.catalog import Catalog
 from kvstore.counters import Cause
 from kvstore.table import Tier
+from kvstore.tenancy import Tenancy
 from kvstore.tiers.memory import MemoryTier
 from kvstore.victims import Victims
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvstore.block import Namespace
-from kvstore.catalog import Catalog, Tenancy
+from kvstore.catalog import Catalog
 from kvstore.clock import Clock, SystemClock
 from kvstore.counters import Cause
 from kvstore.errors import BadRecord, KVStoreError
@@ -33,6 +33,7 @@ from kvstore.puts import PutLimits, Puts
 from kvstore.reads import ReadLimits, Reads
 from kvstore.room import Room
 from kvstore.table import NO_SLOT, Columns, Tier
+from kvstore.tenancy import Tenancy
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_records import Columns as DiskColumns
 from kvstore.tiers.memory import MemoryTier
@@ -355,6 +356,14 @@ class Store:
         in_rows = sum(self.catalog.slot_bytes(r) for r in table.rows() if table.slot[Tier.CPU][r] != NO_SLOT)
         used = in_rows + self.puts.reserved_bytes + self.puts.quarantined_bytes
         assert used == self.memory.used_bytes, f"cpu tier: {self.memory.used_bytes} bytes used, {used} accounted for"
+        filling = {
+            tier: sum(self.catalog.slot_bytes(r) for r in table.rows() if table.state[tier][r] == Copy.FILLING)
+            for tier in self.catalog.tiers
+        }
+        filling[Tier.CPU] += self.puts.reserved_bytes + self.puts.quarantined_bytes
+        for tier, size_bytes in filling.items():
+            promised = sum(b for (_, of), b in self.catalog.promised_bytes.items() if of is tier)
+            assert promised == size_bytes, f"{tier.label}: {promised} bytes are promised, {size_bytes} being filled"
 
     def _free_slot(self, tier: Tier, offset: int) -> None:
         assert tier is Tier.CPU

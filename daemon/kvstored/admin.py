@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from kvstore import wire
-from kvstore.catalog import Tenancy
 from kvstore.checksum import NOT_COMPUTED, checksum
 from kvstore.counters import Cause
 from kvstore.errors import BadNamespace, NotPermitted, TooManyLeases, UsageError
 from kvstore.store import in_thread
 from kvstore.table import Tier
+from kvstore.tenancy import Tenancy
 from kvstore.tiers.disk_records import DiskPin
 from kvstore.wire import Outcome
 from kvstored import dump, reports

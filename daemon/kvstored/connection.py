@@ -3,23 +3,24 @@
 Invariants
 1. Whatever a client sends, the daemon lives: bytes that are no message end the connection with a Failure that says
    why.
-2. Memory a connection can take is bounded: reading stops while replies are not read, requests under way are counted,
-   and who reads nothing for `STALLED_S` is cut off.
+2. Memory a connection can take is bounded: requests are neither read nor answered while replies are not read, those
+   under way are counted and have ids of their own, and who reads nothing for `STALLED_S` is cut off.
 3. When the connection is over its requests are cancelled and its session's rights end; what its process may still
    touch is kept until the process has ended or said goodbye.
+4. A bug of ours in one request fails that request, with an ERROR in the log, and no other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
-from typing import Protocol, cast
+from collections.abc import Awaitable, Coroutine
+from typing import Any, Protocol, cast
 
 from kvstore import wire
-from kvstore.catalog import Tenancy
 from kvstore.errors import Backpressure, KVStoreError, RemoteProtocolError, UsageError
 from kvstore.lease import Session
+from kvstore.tenancy import Tenancy
 from kvstored.logs import fields
 from kvstored.node import Node
 from kvstored.peer import Peer
@@ -69,13 +70,13 @@ class Connection(asyncio.Protocol):
             self.data_received(part)
 
     def data_received(self, data: bytes) -> None:
-        if self._stalled is not None:
+        if self._is_stalled():
             self._held.append(data)
             return
         try:
             for body in self._frames.feed(data):
                 self._receive(wire.decode_request(body))
-                if self._stalled is not None:
+                if self._is_stalled():
                     break  # the rest stays in the buffer until replies are read
         except RemoteProtocolError as exc:
             log.warning("a client broke the protocol", extra=fields(pid=self.peer.pid, why=str(exc)))
@@ -100,7 +101,7 @@ class Connection(asyncio.Protocol):
         held, self._held = self._held, []
         for data in (b"", *held):
             self.data_received(data)
-        if self._stalled is None and self._transport is not None and not self._transport.is_closing():
+        if not self._is_stalled() and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -112,6 +113,9 @@ class Connection(asyncio.Protocol):
         for task in self._tasks.values():
             task.cancel()
         self.over.set()
+
+    def _is_stalled(self) -> bool:
+        return self._stalled is not None
 
     # ---- requests and replies
 
@@ -153,7 +157,7 @@ class Connection(asyncio.Protocol):
             cast("Coroutine[Any, Any, wire.Message]", answer).close()
             self.reply(_failure(request, refusal))
         else:
-            task = self._service.spawn(self._finish(request, answer))
+            task = self._node.spawn(self._finish(request, answer))
             self._tasks[request.id] = task
 
     def _refusal(self, request: wire.Request) -> KVStoreError | None:
@@ -185,4 +189,4 @@ def _failure(request: wire.Request, exc: Exception) -> wire.Failure:
         return wire.Failure(request.id, exc.code, str(exc))
     verb = type(request).__name__
     log.error("a request met a bug", extra=fields(verb=verb), exc_info=exc)
-    return wire.Failure(request.id, KVStoreError.code, f"{verb} met a bug of the daemon ({exc!r}): see its log, report it")
+    return wire.Failure(request.id, KVStoreError.code, f"{verb} met a bug of the daemon ({exc!r}): report its log")

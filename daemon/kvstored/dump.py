@@ -27,12 +27,12 @@ import aiofiles.os
 from aiofiles.threadpool.binary import AsyncBufferedReader
 
 from kvstore.block import Namespace
-from kvstore.catalog import Tenancy
 from kvstore.checksum import NOT_COMPUTED, checksum
 from kvstore.errors import BadRecord, NamespaceMismatch, TierFull, UnavailableError, UsageError
 from kvstore.lease import Session
 from kvstore.store import Store
 from kvstore.table import NEVER_S, Tier
+from kvstore.tenancy import Tenancy
 from kvstore.wire import Outcome
 
 MAGIC = b"KVSTORED-DUMP-1\n"

@@ -9,10 +9,10 @@ import os
 from typing import Any
 
 from kvstore import __version__
-from kvstore.catalog import Tenancy
 from kvstore.counters import miss_reasons
 from kvstore.store import Store
 from kvstore.table import NEVER_S, Tier
+from kvstore.tenancy import Tenancy
 from kvstored.config import Settings
 from kvstored.node import Node
 

@@ -16,13 +16,13 @@ from typing import Any
 
 from kvstore import __version__, wire
 from kvstore.block import Namespace
-from kvstore.catalog import Tenancy
 from kvstore.checksum import checksum
 from kvstore.errors import Backpressure, BadNamespace, Closing, TooLarge, UsageError
 from kvstore.lease import Session
 from kvstore.lifecycle import Put
 from kvstore.puts import Ticket
 from kvstore.store import in_thread
+from kvstore.tenancy import Tenancy
 from kvstore.tiers.arena import Arena
 from kvstore.wire import Outcome
 from kvstored.admin import Admin
