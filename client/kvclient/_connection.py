@@ -25,11 +25,12 @@ from collections.abc import Iterable
 
 from kvclient._session import Session
 from kvstore import wire
-from kvstore.errors import DeadlineExceeded, PeerUnreachable, ProtocolError
+from kvstore.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, UnavailableError
 
 _QUICK_US = 2000
 _RECEIVE_BYTES = 64 << 10
 _FLUSH_S = 0.1
+_SETTLE_S = 0.1
 _MSG_DONTWAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 _keeping = ctypes.PyDLL(None, use_errno=True)
@@ -111,6 +112,18 @@ class Connection:
             self.send((), self.session.now() + _FLUSH_S)
         except (PeerUnreachable, DeadlineExceeded):
             self.is_broken = True
+
+    def settle(self) -> None:
+        """Wait a moment for what was given up, and give back what it granted."""
+        until = self.session.now() + _SETTLE_S
+        self.flush()
+        try:
+            while self.session.has_abandoned and not self.is_broken:
+                self._wait(select.POLLIN, until)
+                self._receive_some(0)
+        except (UnavailableError, ProtocolError):
+            pass  # what still comes is taken in before the next use
+        self.flush()
 
     def close(self, *, bye: bool) -> None:
         """Close the socket; `bye` tells the daemon that this session touches the pool no more."""

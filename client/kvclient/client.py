@@ -158,6 +158,10 @@ class Client:
         except ProtocolError:
             connection.is_broken = True
             raise
+        except UsageError:
+            run.end()
+            connection.settle()  # nobody else is kept from blocks that were reserved before the fault was found
+            raise
         finally:
             run.end()
             connections.put(connection)
