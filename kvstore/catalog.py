@@ -144,8 +144,10 @@ class Catalog:
         """Return the rows of the leading run of visible blocks; written for batches of thousands."""
         found = list(map(tenancy.rows.get, hashes))
         rows: list[int] = found[: found.index(None)] if None in found else found  # type: ignore[assignment]
+        if not tenancy.any_expire or not rows:
+            return rows
         now_s = self._now_s()
-        if rows and min(map(self.table.expires_s.__getitem__, rows)) <= now_s:
+        if min(map(self.table.expires_s.__getitem__, rows)) <= now_s:
             for position, row in enumerate(rows):
                 if self.table.expires_s[row] <= now_s and row not in self.pinned:
                     self.drop(row, Cause.TTL)
@@ -174,6 +176,7 @@ class Catalog:
         self.used_bytes[owner] = self.used_bytes.get(owner, 0) + tenancy.slot_bytes * count
         self.policies[Tier.CPU].admit_many(rows[::-1], tenancy.lanes[Tier.CPU], self.tick())
         if ttl_s > 0:
+            tenancy.any_expire = True
             for row in rows:
                 self._expiry.add(row, expires_s)
         return rows
@@ -199,6 +202,7 @@ class Catalog:
         if min(columns.expires_s) != NEVER_S:
             for row, expires_s in zip(rows, columns.expires_s, strict=True):
                 if expires_s != NEVER_S:
+                    self.tenancies[self.table.namespace[row]].any_expire = True
                     self._expiry.add(row, expires_s)
 
     def fill(self, row: int, tier: Tier, slot: int) -> None:
@@ -344,6 +348,7 @@ class Catalog:
             return
         expires_s = self._now_s() + ttl_s
         self.table.expires_s[row] = expires_s
+        self.tenancies[self.table.namespace[row]].any_expire = True
         self._expiry.add(row, expires_s)
 
     def expire(self, limit: int) -> int:

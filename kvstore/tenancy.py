@@ -25,6 +25,7 @@ class Tenancy:
     siblings: list[Tenancy]
     epoch: int = 0
     ttl_s: float = 0.0
+    any_expire: bool = False  # whether a block of it ever had an end: if not, nobody need look
     disk_number: int | None = None
     rows: dict[bytes, int] = field(default_factory=dict[bytes, int])
     blocks: dict[Tier, int] = field(default_factory=dict[Tier, int])
