@@ -24,7 +24,7 @@ from kvstore.block import Namespace
 from kvstore.catalog import Catalog
 from kvstore.clock import Clock, SystemClock
 from kvstore.counters import Cause
-from kvstore.errors import BadRecord, KVStoreError
+from kvstore.errors import BadRecord, KVStoreError, TooLarge
 from kvstore.lease import Leases, Session
 from kvstore.lifecycle import Copy
 from kvstore.mover import Mover
@@ -273,6 +273,15 @@ class Store:
             found.ttl_s = ttl_s
         return found
 
+    def check_fits(self, namespace: Namespace) -> None:
+        """Raise TooLarge if a block of this namespace could never be stored and read here."""
+        slot_bytes = self.slot_bytes(namespace)
+        if slot_bytes > self.leases.pinned_bytes_max or not self.memory.slab.span_for(slot_bytes):
+            raise TooLarge(
+                f"a block of {namespace.block_bytes} bytes is over half of the cpu tier of {self.memory.size_bytes} "
+                "bytes: raise --cpu-size, or use fewer tokens a block"
+            )
+
     @staticmethod
     def slot_bytes(namespace: Namespace) -> int:
         """Return what a block of this namespace takes in a tier."""
@@ -412,10 +421,14 @@ def _sort_out(records: DiskColumns, tenancies: Mapping[int, Tenancy]) -> tuple[D
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Return `function()`, run in a thread. Cancelled, it still waits for the thread, which uses memory of ours."""
+    """Return `function()`, run in a thread. However often cancelled, it waits for the thread, which uses our memory."""
     future = asyncio.get_running_loop().run_in_executor(None, function)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    if cancelled is not None:
+        raise cancelled
+    return future.result()

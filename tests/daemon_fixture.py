@@ -1,8 +1,8 @@
 """The real daemon as a subprocess, for tests that talk to it: started, watched, stopped or killed, never left over.
 
-`with running(short_dir) as daemon:` gives one that serves; `daemon.kill()` and `daemon.start()` give the next one on the
-same directory and socket. At the end of the block it is stopped by SIGTERM, and must end with status 0. Directories come
-from the fixture `short_dir`, so nothing stays.
+`with running(short_dir) as daemon:` gives one that serves; `daemon.kill()` and `daemon.start()` give the next one on
+the same directory and socket. At the end of the block it is stopped by SIGTERM, and must end with status 0.
+Directories come from the fixture `short_dir`, so nothing stays.
 """
 
 from __future__ import annotations

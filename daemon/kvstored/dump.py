@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ from kvstore.lease import Session
 from kvstore.store import Store
 from kvstore.table import NEVER_S, Tier
 from kvstore.tenancy import Tenancy
+from kvstore.tiers.disk_recency import sync_directory
 from kvstore.wire import Outcome
 
 MAGIC = b"KVSTORED-DUMP-1\n"
@@ -42,6 +44,7 @@ _HEADER = struct.Struct("<32sIdQ")
 _END_HASH = bytes(32)
 _WINDOW_BYTES = 8 << 20
 _ROOM_WAIT_S = 30.0
+_LIFE_S_MAX = 1e9
 
 Progress = Callable[[int, int], None]
 
@@ -49,34 +52,41 @@ Progress = Callable[[int, int], None]
 async def write(store: Store, tenancy: Tenancy, path: Path, progress: Progress) -> dict[str, Any]:
     """Write every visible block of a namespace to a new file; return what was written.
 
+    "skipped" are the blocks that went away meanwhile.
+
     Raises
     ------
     UsageError
-        The file exists.
-    UnavailableError
-        It can't be written. Nothing is left under its name then, nor after a cancellation.
+        The file exists, or the path names none.
+    UnavailableError, TierFull
+        It can't be written; no block could be brought to memory. Nothing is left under its name then, nor after a
+        cancellation.
     """
+    _check_path(path)
     if await aiofiles.os.path.exists(path):
         raise UsageError(f"{path} exists: name a new file, or remove it first")
     part = path.with_name(path.name + ".part")
     try:
-        try:
-            async with aiofiles.open(part, "xb") as file:
+        async with aiofiles.open(part, "xb") as file:
+            try:
                 encoded = tenancy.namespace.encode()
                 await file.write(MAGIC + _LENGTH.pack(len(encoded)) + encoded + _SUM.pack(checksum(encoded)))
-                blocks = await _write_blocks(store, tenancy, file, progress)
+                blocks, skipped = await _write_blocks(store, tenancy, file, progress)
                 await file.flush()
                 await asyncio.to_thread(os.fsync, file.fileno())
-            await aiofiles.os.rename(part, path)
-        finally:
-            if await aiofiles.os.path.exists(part):
-                await aiofiles.os.remove(part)
+                size_bytes = await file.tell()
+                await aiofiles.os.rename(part, path)
+            except BaseException:
+                part.unlink(missing_ok=True)  # here and now: this may be a cancellation
+                raise
+        await asyncio.to_thread(sync_directory, path.parent)
+    except FileExistsError as exc:
+        raise UsageError(f"{part} exists: another dump writes it, or left it behind; remove it then") from exc
     except OSError as exc:
         raise UnavailableError(
             f"{path} can't be written ({exc.strerror}): is there room, and may the daemon write there?"
         ) from exc
-    size_bytes = (await aiofiles.os.stat(path)).st_size
-    return {"blocks": blocks, "bytes": size_bytes, "path": str(path), "skipped": 0}
+    return {"blocks": blocks, "bytes": size_bytes, "path": str(path), "skipped": skipped}
 
 
 async def read(store: Store, session: Session, path: Path, progress: Progress) -> dict[str, Any]:
@@ -84,18 +94,24 @@ async def read(store: Store, session: Session, path: Path, progress: Progress) -
 
     Raises
     ------
+    UsageError
+        The path names no regular file.
     BadRecord
         The file is no dump, or is damaged or cut off; the blocks before that place are stored.
-    UnavailableError, TierFull
-        It can't be read; there is no room for a block.
+    UnavailableError, TierFull, TooLarge
+        It can't be read; there is no room for a block, or could never be.
     """
+    _check_path(path)
     try:
+        found = await aiofiles.os.stat(path)
+        if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait for ever
+            raise UsageError(f"{path} is no regular file: give the file that kvctl dump has written")
         async with aiofiles.open(path, "rb") as file:
             if await file.read(len(MAGIC)) != MAGIC:
                 raise BadRecord(f"{path} is no dump of kvstored, or one of another version")
             namespace = await _read_namespace(file, path)
-            total_bytes = (await aiofiles.os.stat(path)).st_size
-            total = max(1, total_bytes // (namespace.block_bytes + _HEADER.size + _SUM.size))
+            store.check_fits(namespace)
+            total = max(1, found.st_size // (namespace.block_bytes + _HEADER.size + _SUM.size))
             tenancy = store.tenancy(session.tenant, namespace)
             return await _read_blocks(store, session, tenancy, file, path, lambda done: progress(done, total))
     except OSError as exc:
@@ -104,22 +120,40 @@ async def read(store: Store, session: Session, path: Path, progress: Progress) -
         ) from exc
 
 
-async def _write_blocks(store: Store, tenancy: Tenancy, file: Any, progress: Progress) -> int:
+def _check_path(path: Path) -> None:
+    if not path.is_absolute() or not path.name or b"\0" in os.fsencode(path):
+        raise UsageError(f"{str(path)!r} names no file: give an absolute path on the daemon's host")
+
+
+async def _write_blocks(store: Store, tenancy: Tenancy, file: Any, progress: Progress) -> tuple[int, int]:
+    """Return how many blocks were written, and how many were gone before that."""
     hashes = list(tenancy.rows)
     step = max(1, _WINDOW_BYTES // tenancy.slot_bytes)
     written = 0
     for start in range(0, len(hashes), step):
-        rows = await store.reads.hold_in_memory(tenancy, hashes[start : start + step])
-        try:
-            for row in rows:
-                await file.write(await _record(store, row))
-                written += 1
-        finally:
-            for row in rows:
-                store.catalog.unhold(row)
+        left = hashes[start : start + step]
+        done: set[bytes | None] = set()
+        ends_s = store.clock.monotonic_s() + _ROOM_WAIT_S
+        while left := [block_hash for block_hash in left if store.catalog.find(tenancy, block_hash) is not None]:
+            rows = await store.reads.hold_in_memory(tenancy, left)
+            try:
+                for row in rows:
+                    await file.write(await _record(store, row))
+                    written += 1
+                    done.add(store.catalog.table.hash[row])
+            finally:
+                for row in rows:
+                    store.catalog.unhold(row)
+            left = [block_hash for block_hash in left if block_hash not in done]
+            if rows:
+                ends_s = store.clock.monotonic_s() + _ROOM_WAIT_S
+            elif store.clock.monotonic_s() >= ends_s:
+                raise TierFull("no room in memory to read blocks from ssd: unpin or release some, then dump again")
+            if left:
+                await store.room_changed(1.0)
         progress(min(start + step, len(hashes)), len(hashes))
     await file.write(_packed(_END_HASH, 0, 0.0, written))
-    return written
+    return written, len(hashes) - written
 
 
 async def _record(store: Store, row: int) -> bytes:
@@ -170,6 +204,8 @@ async def _read_blocks(
                 raise BadRecord(f"{path} names {number} blocks but holds {seen}; these are stored")
             size_bytes = stored * tenancy.block_bytes
             return {"blocks": stored, "bytes": size_bytes, "path": str(path), "skipped": seen - stored}
+        if not 0 <= life_s <= _LIFE_S_MAX:  # neither is what isn't a number
+            raise BadRecord(f"{path}: block {seen} can't have {life_s} seconds to live")
         if length != tenancy.block_bytes:
             raise NamespaceMismatch(f"{path}: block {seen} has {length} bytes, its namespace {tenancy.block_bytes}")
         payload = await _exactly(file, length, path)

@@ -5,7 +5,7 @@ takes over. Descriptors that a client sends are never received: plain reads let 
 
 Invariants
 1. One daemon a socket: a live one is found by its lock and refused with TierLocked; a dead one's socket is replaced.
-2. A greeting ends within `GREETING_S`; at most `sessions_max` sessions are open.
+2. A greeting ends within `GREETING_S` and is small; at most `sessions_max` are under way, and as many sessions open.
 3. A session's memory comes back when its process ends, even if a forked child keeps the connection open.
 """
 
@@ -18,6 +18,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 from pathlib import Path
 
 from kvstore import wire
@@ -34,7 +35,9 @@ from kvstored.service import Service
 log = logging.getLogger("kvstored.server")
 
 GREETING_S = 5.0
+HELLO_BYTES_MAX = 64 << 10
 _LOOK_AGAIN_S = 1.0
+_NO_DESCRIPTOR_PAUSE_S = 0.5
 _BACKLOG = 256
 _SOCKET_MODE = 0o660
 
@@ -51,7 +54,7 @@ class Server:
         self._lock_fd = -1
         self._listener: socket.socket | None = None
         self._inode: tuple[int, int] | None = None
-        self._greeting = 0
+        self._greetings = 0  # under way
 
     # ---- the listening socket
 
@@ -69,14 +72,16 @@ class Server:
         self._lock_fd = _lock(path.with_name(path.name + ".lock"), path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            path.unlink(missing_ok=True)
+            _remove_socket(path)
             with socket_address(path) as address:
                 listener.bind(address)
             path.chmod(_SOCKET_MODE)
             listener.listen(_BACKLOG)
-        except OSError as exc:
+        except (OSError, KVStoreError) as exc:
             listener.close()
             self.close()
+            if isinstance(exc, KVStoreError):
+                raise
             raise UnavailableError(f"socket {path} can't be bound ({exc.strerror}): choose another --socket") from exc
         found = path.stat()
         self._inode = (found.st_dev, found.st_ino)
@@ -117,35 +122,59 @@ class Server:
     def _accept(self) -> None:
         assert self._listener is not None
         for _ in range(_BACKLOG):
+            if self._greetings >= self._settings.sessions_max:
+                self._pause_accepting(_NO_DESCRIPTOR_PAUSE_S)  # each is over within GREETING_S
+                return
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as exc:
-                if exc.errno in (errno.EMFILE, errno.ENFILE):
+                if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                     log.warning("no descriptor for a new connection", extra=fields(fix="raise LimitNOFILE"))
+                    self._pause_accepting(_NO_DESCRIPTOR_PAUSE_S)
                 return
             sock.setblocking(False)
+            self._greetings += 1
             self._node.spawn(self._serve(sock))
+
+    def _pause_accepting(self, pause_s: float) -> None:
+        """Let whoever connects wait in the kernel's queue for a moment."""
+        assert self._listener is not None
+        loop, listener = asyncio.get_running_loop(), self._listener
+        loop.remove_reader(listener.fileno())
+
+        def go_on() -> None:
+            if self._listener is listener:
+                self.listen()
+
+        loop.call_later(pause_s, go_on)
 
     async def _serve(self, sock: socket.socket) -> None:
         """Greet one client and stay with its session until its process has no part in it any more."""
         pidfd = -1
+        connection: Connection | None = None
         try:
-            peer = identify(sock, self._settings)
-            pidfd = peer.pidfd
-            async with asyncio.timeout(GREETING_S):
-                connection = await self._greet(sock, peer)
-        except KVStoreError as exc:
-            _refuse(sock, exc)
-            connection = None
-        except (OSError, TimeoutError):
-            sock.close()
-            connection = None
-        if connection is not None:
-            await self._watch(connection, pidfd)
-        if pidfd >= 0:
-            os.close(pidfd)
+            try:
+                peer = identify(sock, self._settings)
+                pidfd = peer.pidfd
+                async with asyncio.timeout(GREETING_S):
+                    connection = await self._greet(sock, peer)
+            except KVStoreError as exc:
+                _refuse(sock, exc)
+            except (OSError, TimeoutError):
+                pass  # it went away, or has nothing to say
+            except Exception:  # a bug of ours: one client's greeting is not the daemon's end
+                log.exception("a greeting met a bug")
+            finally:
+                self._greetings -= 1
+                if connection is None:
+                    sock.close()
+            if connection is not None:
+                await self._watch(connection, pidfd)
+        finally:
+            if pidfd >= 0:
+                os.close(pidfd)
 
     async def _greet(self, sock: socket.socket, peer: Peer) -> Connection:
         loop = asyncio.get_running_loop()
@@ -170,12 +199,12 @@ class Server:
             welcome = self._service.welcome(hello, session, peer, arena)
             _send_with(sock, wire.encode(welcome), descriptors)
             connection = Connection(self._node, self._service, session, peer, early)
-            self._connections.add(connection)
-            self._node.sessions.add(session)
             await loop.connect_accepted_socket(lambda: connection, sock)
         except BaseException:
             self._end(session, gone=True)
             raise
+        self._connections.add(connection)
+        self._node.sessions.add(session)
         return connection
 
     async def _watch(self, connection: Connection, pidfd: int) -> None:
@@ -234,6 +263,8 @@ async def _read_hello(sock: socket.socket) -> tuple[wire.Hello, list[bytes]]:
         bodies = list(frames.feed(received))
         if bodies:
             break
+        if frames.buffered_bytes >= wire.LENGTH_BYTES and wire.body_bytes(frames.rest()) > HELLO_BYTES_MAX:
+            raise RemoteProtocolError(f"a connection begins with Hello, which has less than {HELLO_BYTES_MAX} bytes")
     hello = wire.decode_request(bodies[0])
     if not isinstance(hello, wire.Hello):
         raise RemoteProtocolError(f"a connection begins with Hello, not {type(hello).__name__}")
@@ -255,7 +286,16 @@ def _refuse(sock: socket.socket, exc: KVStoreError) -> None:
         sock.send(wire.encode(wire.Failure(0, exc.code, str(exc))))
     except OSError:
         pass  # it went away meanwhile
-    sock.close()
+
+
+def _remove_socket(path: Path) -> None:
+    """Remove what a dead daemon left at `path`; anything but a socket is somebody's file and stays."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise UnavailableError(f"{path} exists and is no socket: choose another --socket, or move it away")
+    except FileNotFoundError:
+        return
+    path.unlink(missing_ok=True)
 
 
 def _lock(lock_path: Path, path: Path) -> int:

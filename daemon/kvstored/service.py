@@ -17,7 +17,7 @@ from typing import Any
 from kvstore import __version__, wire
 from kvstore.block import Namespace
 from kvstore.checksum import checksum
-from kvstore.errors import Backpressure, BadNamespace, Closing, TooLarge, UsageError
+from kvstore.errors import Backpressure, BadNamespace, Closing, UsageError
 from kvstore.lease import Session
 from kvstore.lifecycle import Put
 from kvstore.puts import Ticket
@@ -103,11 +103,7 @@ class Service:
     def _open(self, connection: Connection, request: wire.Open) -> Answer:
         namespace = Namespace.decode(request.namespace)
         store = self._store
-        if store.memory.slab.span_for(store.slot_bytes(namespace)) == 0:
-            raise TooLarge(
-                f"a block of {namespace.block_bytes} bytes does not fit into the cpu tier of "
-                f"{store.memory.size_bytes} bytes: raise --cpu-size or use fewer tokens a block"
-            )
+        store.check_fits(namespace)
         if len(connection.namespaces) >= NAMESPACES_MAX:
             raise Backpressure(f"a connection may open {NAMESPACES_MAX} namespaces: use another connection")
         tenancy = store.tenancy(connection.session.tenant, namespace, request.ttl_s or None)
