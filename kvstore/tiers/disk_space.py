@@ -26,10 +26,11 @@ from kvstore.tiers.slab import Region, Slab
 CAPACITY_BYTES_MIN = 8 << 20
 OVERHEAD_BYTES = 256 << 10  # directories, lock files, the trial file
 INDEX_BYTES_BASE = 1 << 20
-# Measured under random deletes and puts, copies on write included: 130 to 390 bytes a record where segments have thousands
-# of slots, 750 where they have sixty.
-INDEX_BYTES_PER_SLOT = 512
-INDEX_BYTES_PER_SEGMENT = 24 << 10
+# Measured under random deletes and puts in groups of 256 and 1024, copies on write included.
+INDEX_BYTES_PER_SLOT = 384
+INDEX_BYTES_PER_SEGMENT = 1 << 10  # its records lie in a page beside those of others
+INDEX_BYTES_PER_LARGE_SEGMENT = 16 << 10  # they have pages of their own
+_LARGE_SEGMENT_SLOTS = 20
 _FILE_OVERHEAD_BYTES = 8192  # a name, and extents that don't fit the inode
 _CHUNK_SHARE = 128
 _CHUNK_BYTES_MIN, _CHUNK_BYTES_MAX = 256 << 10, 256 << 20
@@ -46,9 +47,10 @@ def file_bytes(region: Region) -> int:
     return region.slots * region.slot_bytes
 
 
-def index_bytes_for(segments: int, slots: int) -> int:
-    """Return how large the index's map has to be for so many segments with so many slots."""
-    return INDEX_BYTES_BASE + segments * INDEX_BYTES_PER_SEGMENT + slots * INDEX_BYTES_PER_SLOT
+def index_bytes_for(slots: int) -> int:
+    """Return how much of the index a segment with so many slots may need."""
+    own = INDEX_BYTES_PER_SEGMENT if slots <= _LARGE_SEGMENT_SLOTS else INDEX_BYTES_PER_LARGE_SEGMENT
+    return own + slots * INDEX_BYTES_PER_SLOT
 
 
 def reserve_bytes(slots: int) -> int:
@@ -58,12 +60,13 @@ def reserve_bytes(slots: int) -> int:
 
 def total_bytes(shapes: Iterable[tuple[int, int]], map_bytes: int) -> int:
     """Return what a directory may come to take with these segments, each given as (slots, slot size)."""
-    segments = slots = size = 0
+    slots = size = 0
+    index_bytes = INDEX_BYTES_BASE
     for count, slot_bytes in shapes:
-        segments += 1
         slots += count
         size += count * slot_bytes + _FILE_OVERHEAD_BYTES
-    return size + max(map_bytes, index_bytes_for(segments, slots)) + reserve_bytes(slots)
+        index_bytes += index_bytes_for(count)
+    return size + max(map_bytes, index_bytes) + reserve_bytes(slots)
 
 
 class Space:
@@ -90,7 +93,7 @@ class Space:
         self.doomed: dict[int, int] = {}  # segment -> size of the file that still exists
         self._made_bytes = 0
         self._planned_bytes = 0
-        self._segments = 0
+        self._index_bytes = INDEX_BYTES_BASE
         self._slots = 0
         self._free: dict[int, int] = {}  # slot size -> free slots in existing regions
         chunks = max(capacity_bytes * 5 // 4 // chunk_bytes + 8, chunks_min)
@@ -138,9 +141,15 @@ class Space:
         slots = self._slots_per_segment(slot_bytes)
         if not slots:
             return 0
-        per_slot = slot_bytes + INDEX_BYTES_PER_SLOT + disk_recency.BYTES_PER_BLOCK
-        cost = slots * per_slot + INDEX_BYTES_PER_SEGMENT + _FILE_OVERHEAD_BYTES
-        return self._free.get(slot_bytes, 0) + max(0, self._room_bytes() // cost) * slots
+        each = slots * (slot_bytes + disk_recency.BYTES_PER_BLOCK) + _FILE_OVERHEAD_BYTES
+        low, high = 0, self.capacity_bytes // each + 1  # as many segments fit as `low`, not as many as `high`
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._room_bytes(middle, slots) >= middle * (slots * slot_bytes + _FILE_OVERHEAD_BYTES):
+                low = middle
+            else:
+                high = middle
+        return self._free.get(slot_bytes, 0) + low * slots
 
     def free_slots_by_size(self) -> dict[int, int]:
         return {size: count for size, count in self._free.items() if count}
@@ -170,7 +179,7 @@ class Space:
 
     def index_bytes_planned(self) -> int:
         """Return how large the index's map has to be for the segments there are, made or not."""
-        return index_bytes_for(self._segments, self._slots)
+        return self._index_bytes
 
     def reserve_map(self) -> int:
         """Return how large the index's map may become now; that room is taken until `note_map`."""
@@ -208,7 +217,7 @@ class Space:
         assert made == self._made_bytes
         assert sum(file_bytes(r) + _FILE_OVERHEAD_BYTES for r in regions) == self._planned_bytes
         assert sum(r.slots for r in regions) == self._slots
-        assert len(regions) == self._segments
+        assert INDEX_BYTES_BASE + sum(index_bytes_for(r.slots) for r in regions) == self._index_bytes
         assert self.lost <= self.unmade <= {r.first_chunk for r in regions}
         for size, count in self._free.items():
             assert count == sum(len(r.free_slots) for r in regions if r.slot_bytes == size)
@@ -220,11 +229,11 @@ class Space:
     def _slots_per_segment(self, slot_bytes: int) -> int:
         return self.slab.span_for(slot_bytes) * self.slab.chunk_bytes // slot_bytes
 
-    def _room_bytes(self, more_segments: int = 0, more_slots: int = 0) -> int:
-        """What is left for segment files once every region is made, and the index as large as these may need it."""
-        segments, slots = self._segments + more_segments, self._slots + more_slots
-        index_bytes = max(self.map_bytes, index_bytes_for(segments, slots))
-        return self.capacity_bytes - reserve_bytes(slots) - index_bytes - self._planned_bytes
+    def _room_bytes(self, more_segments: int = 0, slots_each: int = 0) -> int:
+        """What is left for more segment files once every region is made, and the index as large as these may need it."""
+        index_bytes = max(self.map_bytes, self._index_bytes + more_segments * index_bytes_for(slots_each))
+        reserved_bytes = reserve_bytes(self._slots + more_segments * slots_each)
+        return self.capacity_bytes - reserved_bytes - index_bytes - self._planned_bytes
 
     def _real_room_bytes(self) -> int:
         """What is left beside the files that exist, the index not counted."""
@@ -247,7 +256,7 @@ class Space:
     def _created(self, region: Region) -> None:
         # A doomed file of the same number stays doomed: it is removed before this one is made.
         self.unmade.add(region.first_chunk)
-        self._segments += 1
+        self._index_bytes += index_bytes_for(region.slots)
         self._slots += region.slots
         self._planned_bytes += file_bytes(region) + _FILE_OVERHEAD_BYTES
         self._free[region.slot_bytes] = self._free.get(region.slot_bytes, 0) + region.slots
@@ -255,7 +264,7 @@ class Space:
     def _released(self, region: Region) -> None:
         cost = file_bytes(region) + _FILE_OVERHEAD_BYTES
         segment = region.first_chunk
-        self._segments -= 1
+        self._index_bytes -= index_bytes_for(region.slots)
         self._slots -= region.slots
         self._planned_bytes -= cost
         self._free[region.slot_bytes] -= region.slots

@@ -15,6 +15,7 @@ from kvstore.tiers.disk_records import NEVER_S, DiskRead, DiskRecord, DiskWrite
 from kvstore.wire import Outcome
 
 MIB = 1 << 20
+_PATTERN_BYTES = 1021  # a prime: bytes that land some sectors off differ, too
 
 
 def hash_of(key: int) -> bytes:
@@ -22,7 +23,8 @@ def hash_of(key: int) -> bytes:
 
 
 def payload_of(key: int, length: int, generation: int = 1) -> bytes:
-    return hashlib.shake_128(b"%d/%d" % (key, generation)).digest(length)
+    pattern = hashlib.shake_128(b"%d/%d" % (key, generation)).digest(_PATTERN_BYTES)
+    return (pattern * (length // _PATTERN_BYTES + 1))[:length]
 
 
 def pages(length: int) -> memoryview:

@@ -354,7 +354,7 @@ def test_full_index_that_may_not_grow_refuses_new_blocks_and_recovers_with_delet
 ) -> None:
     # As if the index took far more than planned, in a tier that has no other room left.
     monkeypatch.setattr(disk_space.Space, "reserve_map", lambda space: space.map_bytes)
-    for name in ("INDEX_BYTES_BASE", "INDEX_BYTES_PER_SLOT", "INDEX_BYTES_PER_SEGMENT"):
+    for name in ("INDEX_BYTES_BASE", "INDEX_BYTES_PER_SLOT", "INDEX_BYTES_PER_LARGE_SEGMENT"):
         monkeypatch.setattr(disk_space, name, 0)
 
     async def run() -> None:
