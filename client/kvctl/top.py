@@ -57,7 +57,7 @@ def run(call: Call) -> Exit:
 def _loop(interval_s: float, watched: Watched, screen: Screen, wakeups: int) -> Exit:
     due_s = time.monotonic() + interval_s
     while True:
-        screen.show(watched.frame(interval_s, screen.width, screen.height))
+        screen.show(watched.frame(interval_s, *screen.measure()))
         ready, _, _ = select.select([sys.stdin, wakeups], [], [], max(0.0, due_s - time.monotonic()))
         if wakeups in ready:
             signals = set(os.read(wakeups, 64))
@@ -145,13 +145,11 @@ class Screen:
     ) -> None:
         self._leave()
 
-    @property
-    def width(self) -> int:
-        return int(self._console.width)
-
-    @property
-    def height(self) -> int:
-        return int(self._console.height)
+    def measure(self) -> tuple[int, int]:
+        """Return columns and lines as they are now; $COLUMNS would say what they were when a shell exported it."""
+        columns, lines = os.get_terminal_size(sys.stdout.fileno())
+        self._console.size = (columns, lines) = (columns or 80, lines or 24)
+        return columns, lines
 
     def show(self, frame: Frame) -> None:
         """Draw a frame."""

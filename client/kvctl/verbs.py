@@ -330,7 +330,8 @@ def evict(call: Call) -> Exit:
     age = f" that were not used for {duration(options.older_than_s)}" if options.older_than_s else ""
     text = (
         f"Plan: evict at most {describe_size(most)} of the {size(tier.used_bytes)} used in {options.tier}, the coldest "
-        f"blocks{age} first; {size(tier.pinned_bytes)} are leased and stay, as pins do. Blocks in no other tier are lost."
+        f"blocks{age} first; {size(tier.pinned_bytes)} are leased and stay, as do pinned blocks. What is in no other "
+        "tier is lost."
     )
     plan = {"tier": options.tier, "bytes_max": most, "older_than_s": options.older_than_s}
     if not call.is_confirmed(text, plan):
