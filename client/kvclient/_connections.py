@@ -65,12 +65,7 @@ class Connections:
             raise PeerUnreachable(f"{self.breaker.reason} (asked again in {self.breaker.retry_in_s:.1f} s)")
         if self._undrained:
             self._sweep()
-        try:
-            connection = self._idle_one(deadline_at) or self._new_one(deadline_at)
-        except (PeerUnreachable, DeadlineExceeded, ProtocolError) as exc:
-            if admission is Admission.PROBE:
-                self.breaker.failed(str(exc))
-            raise
+        connection = self._idle_one(deadline_at) or self._new_one(deadline_at)
         if admission is Admission.PROBE:
             self._probe(connection, deadline_at)
         return connection
