@@ -1,0 +1,158 @@
+"""The demo's processes: how they are started, asked and ended. No engine is imported here.
+
+Invariants
+1. Each process runs in a session of its own: Ctrl-C reaches the demo alone, which ends the others in order.
+2. A process that is gone, silent or failed raises Failed with the end of its log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+_ANSWER_S = 600.0
+_START_S = 60.0
+_STOP_S = 45.0
+_LOG_LINES = 25
+
+
+class Failed(Exception):
+    """The demo can't go on; the text says why."""
+
+
+class Process:
+    """A child process with its output in a log."""
+
+    def __init__(
+        self, name: str, command: list[str], log: Path, *, pass_fds: tuple[int, ...] = (), **variables: str
+    ) -> None:
+        self.name = name
+        self._log = log
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVSTORED_")}
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=inherited | variables,
+                pass_fds=pass_fds,
+                cwd=_ROOT,
+                start_new_session=True,
+            )
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def failed(self, text: str) -> Failed:
+        """Return the error `text` with the end of this process's log."""
+        return Failed(f"{self.name}: {text}\n{self.log_end()}")
+
+    def log_end(self) -> str:
+        """Return the last lines of this process's log, indented."""
+        lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        return "\n".join(f"  {line}" for line in lines)
+
+    def stop(self) -> None:
+        """End the process by SIGTERM, and if that does not help by SIGKILL. Ending twice is harmless."""
+        if not self.has_ended:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+
+
+class Worker(Process):
+    """An engine process. `ask` and `answer` apart let several of them work at once."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self._line, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "demo.worker", str(theirs.fileno())]
+            super().__init__(name, command, log, pass_fds=(theirs.fileno(),))
+        self._line.settimeout(_ANSWER_S)
+        self._stream = self._line.makefile("rw")
+
+    def ask(self, do: str, **arguments: Any) -> None:
+        """Send a request."""
+        try:
+            self._stream.write(json.dumps({"do": do, **arguments}) + "\n")
+            self._stream.flush()
+        except OSError as exc:
+            raise self.failed("ended before it was asked") from exc
+
+    def answer(self) -> dict[str, Any]:
+        """Return the answer to the last request."""
+        try:
+            text = self._stream.readline()
+        except TimeoutError as exc:
+            raise self.failed(f"gave no answer for {_ANSWER_S:.0f} s") from exc
+        if not text:
+            raise self.failed("ended without an answer")
+        answer: dict[str, Any] = json.loads(text)
+        if "error" in answer:
+            raise self.failed(answer["error"])
+        return answer
+
+    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Send a request and return its answer."""
+        self.ask(do, **arguments)
+        return self.answer()
+
+    def stop(self) -> None:
+        super().stop()
+        self._stream.close()
+        self._line.close()
+
+
+class Daemon(Process):
+    """A kvstored. Started when it says that it serves."""
+
+    def __init__(self, directory: Path, cpu_size_bytes: int, ssd_size_bytes: int) -> None:
+        self.socket = directory / "kvstored.sock"
+        command = [sys.executable, "-m", "kvstored", "--tiers", "cpu,ssd", "--socket", str(self.socket)]
+        command += ["--cpu-size", str(cpu_size_bytes), "--ssd-size", str(ssd_size_bytes)]
+        command += ["--ssd-dir", str(directory / "ssd")]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
+            name = f"kvstored-demo-{os.getpid()}-{secrets.token_hex(4)}"
+            ready.bind(f"\0{name}")  # as systemd does; a name without a file
+            super().__init__("kvstored", command, directory / "kvstored.log", NOTIFY_SOCKET=f"@{name}")
+            try:
+                self._await_ready(ready)
+            except BaseException:
+                self.stop()
+                raise
+
+    def _await_ready(self, ready: socket.socket) -> None:
+        give_up_at = time.monotonic() + _START_S
+        ready.settimeout(0.2)
+        while time.monotonic() < give_up_at:
+            try:
+                if b"READY=1" in ready.recv(4096).split(b"\n"):
+                    return
+            except TimeoutError:
+                if self.has_ended:
+                    raise self.failed(f"ended with exit code {self._process.returncode} while starting") from None
+        raise self.failed(f"was not ready after {_START_S:.0f} s")
+
+    def drain(self) -> None:
+        """End the daemon as an operator does: what only memory holds is written out first."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            code = self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired as exc:
+            raise self.failed(f"did not end within {_STOP_S:.0f} s of SIGTERM") from exc
+        if code:
+            raise self.failed(f"ended with exit code {code} after SIGTERM")
