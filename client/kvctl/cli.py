@@ -87,5 +87,5 @@ def _told(error: KVStoreError) -> str:
     lines = [plain(line) for line in str(error).splitlines()] or [type(error).__name__]
     text = "\n".join([f"kvctl: {lines[0]}", *lines[1:]])
     if isinstance(error, PeerUnreachable) and "--socket" not in text:
-        text += "\nstart it with kvstored --tiers cpu,ssd, or name its socket with --socket or $KVSTORED_SOCKET"
+        text += "\n--socket PATH names another socket for one call"
     return text

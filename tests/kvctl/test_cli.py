@@ -34,7 +34,8 @@ def test_no_daemon_ends_with_3_and_says_what_to_do(tmp_path: Path, capsys: pytes
     out, err = capsys.readouterr()
     assert out == ""
     assert "none.sock" in err
-    assert "kvstored --tiers" in err
+    assert "start kvstored" in err
+    assert "--socket PATH" in err
 
 
 def test_a_daemon_that_does_not_answer_ends_with_3_at_the_deadline(
