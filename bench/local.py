@@ -150,7 +150,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     report = {"bench": "local", "hardware": hardware(), "seed": 0, "rows": rows}
     for mode in options.mode or flags:
-        with running_daemon("--tiers", "cpu", "--cpu-size", str(POOL_BYTES), *flags[mode]) as daemon:
+        with running_daemon("--tiers", "cpu", "--http", "off", "--cpu-size", str(POOL_BYTES), *flags[mode]) as daemon:
             for case in cases:
                 tell(f"{mode}: {case.block_bytes} bytes x {case.batch}, {case.clients} client(s)")
                 times = measure(daemon.socket, case, 0) if case.clients == 1 else measure_two(daemon.socket, case)

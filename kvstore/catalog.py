@@ -20,7 +20,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import cast
 
 from kvstore.block import Namespace
 from kvstore.counters import Cause, TierCounters
@@ -181,29 +180,39 @@ class Catalog:
                 self._expiry.add(row, expires_s)
         return rows
 
-    def restore(self, hashes: list[bytes], namespaces: array[int], columns: Columns) -> None:
-        """Take in the blocks that the ssd tier found at start, coldest first; `namespaces` are tenancies' numbers."""
+    def restore(self, hashes: list[bytes], namespaces: array[int], columns: Columns) -> list[int]:
+        """Take in the blocks that the ssd tier found at start, the coldest first; `namespaces` are tenancies' numbers.
+
+        Returns the rows, none as a rule, whose key another row has too: they are invisible, and are to be dropped.
+        """
         if not hashes:
-            return
+            return []
         rows = self.table.add_many(hashes, namespaces, Tier.SSD, columns)
-        self._generation = max(self._generation, *columns.generations)
+        self._generation = max(self._generation, max(columns.generations))
         members: dict[int, Sequence[int]] = {namespaces[0]: rows}
         if namespaces.count(namespaces[0]) != len(rows):
-            members = {}
+            by_number: dict[int, list[int]] = {}
             for row, number in zip(rows, namespaces, strict=True):
-                cast("list[int]", members.setdefault(number, [])).append(row)
+                by_number.setdefault(number, []).append(row)
+            members = dict(by_number)
+        doubled: list[int] = []
         for number, own in members.items():
             tenancy = self.tenancies[number]
-            tenancy.rows.update(zip(map(self.table.hash.__getitem__, own), own, strict=True))  # type: ignore[arg-type]
+            own_hashes = hashes if own is rows else [hashes[row - rows.start] for row in own]
+            tenancy.rows = dict(zip(own_hashes, own, strict=True))
+            if len(tenancy.rows) < len(own):
+                doubled += [row for h, row in zip(own_hashes, own, strict=True) if tenancy.rows[h] != row]
             tenancy.blocks[Tier.SSD] += len(own)
-            owner = (tenancy.tenant, Tier.SSD)
-            self.used_bytes[owner] = self.used_bytes.get(owner, 0) + tenancy.slot_bytes * len(own)
+            self.used_bytes[tenancy.tenant, Tier.SSD] = (
+                self.used_bytes.get((tenancy.tenant, Tier.SSD), 0) + tenancy.slot_bytes * len(own)
+            )
             self.policies[Tier.SSD].admit_many(own, tenancy.lanes[Tier.SSD], self.tick())
         if min(columns.expires_s) != NEVER_S:
             for row, expires_s in zip(rows, columns.expires_s, strict=True):
                 if expires_s != NEVER_S:
                     self.tenancies[self.table.namespace[row]].any_expire = True
                     self._expiry.add(row, expires_s)
+        return doubled
 
     def fill(self, row: int, tier: Tier, slot: int) -> None:
         """Begin a copy: bytes will be put into `slot`. The caller holds the row."""

@@ -24,18 +24,18 @@ from kvstore.block import Namespace
 from kvstore.catalog import Catalog
 from kvstore.clock import Clock, SystemClock
 from kvstore.counters import Cause
-from kvstore.errors import BadRecord, KVStoreError, TooLarge
+from kvstore.errors import KVStoreError, TooLarge
 from kvstore.lease import Leases, Session
 from kvstore.lifecycle import Copy
 from kvstore.mover import Mover
 from kvstore.policy import POLICIES
 from kvstore.puts import PutLimits, Puts
 from kvstore.reads import ReadLimits, Reads
+from kvstore.restore import WarmStart
 from kvstore.room import Room
-from kvstore.table import NO_SLOT, Columns, Tier
+from kvstore.table import NO_SLOT, Tier
 from kvstore.tenancy import Tenancy
 from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.disk_records import Columns as DiskColumns
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.slab import Slab
 from kvstore.wire import Outcome
@@ -109,8 +109,7 @@ class Store:
         )  # fmt: skip
         self.started_s = clock.monotonic_s()
         self._next_session = 1
-        self._stale_addresses: list[int] = []
-        self._owners_to_note = 0  # rows below this came from ssd, and the tier does not know yet whose its slots are
+        self._warm: WarmStart | None = None
         self._defer: Callable[[Callable[[], None]], object] = lambda call: call()
 
     @classmethod
@@ -131,7 +130,8 @@ class Store:
             )
         try:
             store = cls(settings, disk, clock)
-            store._restore()
+            if disk is not None:
+                store._warm = WarmStart(store.catalog, disk)
         except BaseException:
             if disk is not None:
                 await disk.close()
@@ -162,8 +162,8 @@ class Store:
                 ready()
 
     async def _forget_stale(self) -> None:
-        stale, self._stale_addresses = self._stale_addresses, []
-        if stale and self.disk is not None:
+        if self._warm is not None and self.disk is not None and self._warm.stale:
+            stale, self._warm.stale = self._warm.stale, []
             await self.disk.forget(stale)
 
     async def _tick_forever(self) -> None:
@@ -182,18 +182,10 @@ class Store:
         self.leases.expire(now_s)
         self.catalog.expire(_PER_TICK)
         self.catalog.reclaim(_PER_TICK)
-        if self.mover is not None and self.disk is not None:
+        if self.mover is not None:
             self._clean_ahead(self.mover)
-            self._note_owners(self.disk)
-
-    def _note_owners(self, disk: DiskTier) -> None:
-        """Tell the ssd tier a little of who owns which slot: it asks when a region is to change its size class."""
-        first = max(0, self._owners_to_note - 10 * _PER_TICK)
-        slots, states = self.catalog.table.slot[Tier.SSD], self.catalog.table.state[Tier.SSD]
-        for row in range(first, self._owners_to_note):
-            if states[row] == Copy.READY:
-                disk.set_owner(slots[row], row)
-        self._owners_to_note = first
+        if self._warm is not None:
+            self._warm.catch_up(10 * _PER_TICK)
 
     def _clean_ahead(self, mover: Mover) -> None:
         """Above the high watermark, write the coldest blocks that only memory holds, so that they can be evicted."""
@@ -377,47 +369,6 @@ class Store:
     def _free_slot(self, tier: Tier, offset: int) -> None:
         assert tier is Tier.CPU
         self.memory.free(offset)
-
-    def _restore(self) -> None:
-        """Take in what the ssd tier holds; what belongs to an older epoch, or is there twice, is to be deleted."""
-        if self.disk is None:
-            return
-        tenancies: dict[int, Tenancy] = {}
-        for known in self.disk.namespaces():
-            try:
-                tenancy = self.tenancy(known.tenant, Namespace.decode(known.encoded), known.ttl_s)
-            except KVStoreError as exc:
-                raise BadRecord(f"namespace {known.number} in the ssd directory can't be read: {exc}") from exc
-            tenancy.disk_number, tenancy.epoch = known.number, known.epoch
-            tenancies[known.number] = tenancy
-        records = self.disk.take_records()
-        live, stale = _sort_out(records, tenancies)
-        numbers = array("I", (tenancies[number].number for number in live.namespaces))
-        columns = Columns(live.checksums, live.generations, live.expiries_s, array("q", live.addresses))
-        self.catalog.restore(live.hashes, numbers, columns)
-        self._stale_addresses = stale
-        self._owners_to_note = len(live)
-        for pin in self.disk.pins():
-            row = tenancies[pin.namespace].rows.get(pin.hash) if pin.namespace in tenancies else None
-            if row is not None:
-                self.catalog.pinned[row] = pin.ends_s
-
-
-def _sort_out(records: DiskColumns, tenancies: Mapping[int, Tenancy]) -> tuple[DiskColumns, list[int]]:
-    """Return the records that may be visible, and the addresses of the others."""
-    valid = {(number, tenancy.epoch) for number, tenancy in tenancies.items()}
-    current = set(zip(records.namespaces, records.epochs, strict=True)) <= valid
-    if current and len(set(zip(records.namespaces, records.hashes, strict=True))) == len(records):
-        return records, []
-    newest: dict[tuple[int, bytes], int] = {}
-    for at, identity in enumerate(zip(records.namespaces, records.hashes, strict=True)):
-        if (records.namespaces[at], records.epochs[at]) in valid:
-            other = newest.get(identity)
-            if other is None or records.generations[other] < records.generations[at]:
-                newest[identity] = at
-    kept = sorted(newest.values())
-    dropped = set(range(len(records))).difference(kept)
-    return records.select(kept), [records.addresses[at] for at in sorted(dropped)]
 
 
 async def in_thread(function: Callable[[], T]) -> T:

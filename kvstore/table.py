@@ -108,18 +108,19 @@ class BlockTable:
     def add_many(self, hashes: list[bytes], namespaces: array[int], tier: Tier, columns: Columns) -> range:
         """Return the rows, adjacent and in this order, of blocks that are READY in `tier` from the start."""
         start, count = len(self.hash), len(hashes)
-        self._grow(count)
-        del self._free[len(self._free) - count :]
-        rows = range(start, start + count)
-        self.hash[start : start + count] = hashes
-        self.namespace[start : start + count] = namespaces
-        self.checksum[start : start + count] = columns.checksums
-        self.generation[start : start + count] = columns.generations
-        self.expires_s[start : start + count] = columns.expires_s
-        self.slot[tier][start : start + count] = columns.slots
-        self.state[tier][start : start + count] = bytes([Copy.READY]) * count
-        self.residency[start : start + count] = bytes([tier.bit]) * count
-        return rows
+        self.hash += hashes
+        self.namespace += namespaces
+        self.checksum += columns.checksums
+        self.generation += columns.generations
+        self.expires_s += columns.expires_s
+        self.holds.frombytes(bytes(count * self.holds.itemsize))
+        self.uses += bytes(count)
+        self.residency += bytes([tier.bit]) * count
+        for each, slots in self.slot.items():
+            slots += columns.slots if each is tier else array("q", [NO_SLOT]) * count
+        for each, states in self.state.items():
+            states += bytes([Copy.READY if each is tier else Copy.ABSENT]) * count
+        return range(start, start + count)
 
     def move(self, row: int, tier: Tier, event: CopyEvent) -> Copy:
         """Apply `event` to the copy in `tier` and return its new state."""
@@ -141,9 +142,9 @@ class BlockTable:
         """Return every row that belongs to a block."""
         return [row for row, block_hash in enumerate(self.hash) if block_hash is not None]
 
-    def _grow(self, count: int = 0) -> None:
+    def _grow(self) -> None:
         start = len(self.hash)
-        count = count or max(1024, start // 8)
+        count = max(1024, start // 8)
         self.hash.extend([None] * count)
         for column in (self.namespace, self.checksum, self.generation, self.holds):
             column.frombytes(bytes(count * column.itemsize))

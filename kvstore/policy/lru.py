@@ -28,9 +28,12 @@ class LeastRecentlyUsed:
             return
         last_use = self._last_use
         if (last := max(rows)) >= len(last_use):
-            last_use.extend([0] * max(1024, len(last_use) // 8, last + 1 - len(last_use)))
-        for row in rows:
-            last_use[row] = now
+            last_use.extend(array("I", [0]) * max(1024, len(last_use) // 8, last + 1 - len(last_use)))
+        if isinstance(rows, range) and rows.step == 1:
+            last_use[rows.start : rows.stop] = array("I", [now]) * len(rows)
+        else:
+            for row in rows:
+                last_use[row] = now
         self._queues.append_many(rows, self._queue(lane))
 
     def use(self, row: int, now: int) -> None:
