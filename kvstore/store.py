@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +47,8 @@ _TICK_S = 0.05
 _ROOM_ROUND_S = 0.1
 _CHECKPOINT_S = 30.0
 _PER_TICK = 2000  # rows that one tick may expire or reclaim: a bound on how long the loop is held
-_POPULATE_BYTES = 64 << 20
+_POPULATE_BYTES = 128 << 20
+_POPULATE_THREADS = min(8, os.cpu_count() or 1)
 WINDOW_BYTES_MAX = 64 << 20
 
 T = TypeVar("T")
@@ -155,11 +157,19 @@ class Store:
         told = False
         for start in range(0, self.memory.size_bytes, step):
             length = min(step, self.memory.size_bytes - start)
-            await in_thread(partial(self.memory.populate_blocking, start, length))
+            await self._make_real(start, length)
             self.memory.add_populated(length)
             if not told:
                 told = True
                 ready()
+
+    async def _make_real(self, start: int, length: int) -> None:
+        """Populate a part of the pool with several threads: the kernel clears pages at a fraction of memory speed."""
+        share = max(self.memory.chunk_bytes, -(-length // _POPULATE_THREADS // 4096) * 4096)
+        async with asyncio.TaskGroup() as tasks:
+            for at in range(start, start + length, share):
+                part = partial(self.memory.populate_blocking, at, min(share, start + length - at))
+                tasks.create_task(in_thread(part))
 
     async def _forget_stale(self) -> None:
         if self._warm is not None and self.disk is not None and self._warm.stale:
