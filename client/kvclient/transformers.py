@@ -49,7 +49,7 @@ from kvstore.block import Namespace
 from kvstore.errors import KVStoreError, UsageError
 
 # What is copied between the cache's tensors and blocks at a time; kept for the next time.
-_STAGING_BYTES = 128 << 20
+STAGING_BYTES = 128 << 20
 # Blocks that are gathered together, as soon as one of them turns out to be wanted.
 _GATHERED_TOGETHER = 16
 
@@ -114,7 +114,7 @@ class PrefixCache:
         self._blocks = client.namespace(self.namespace, ttl_s=ttl_s)
         self._placeholders = frozenset(placeholders(config))
         self._cache_argument = cache_argument(model)
-        self._staging = _Staging(self._shape, self.namespace)
+        self._staging = Staging(self._shape, self.namespace)
 
     def load(self, input_ids: Any, *, wait_s: float = 0.0, max_ms: float | None = None) -> LoadedPrefix:
         """Return a fresh cache with the longest stored prefix of a prompt.
@@ -232,7 +232,7 @@ class PrefixCache:
             raise UsageError("attention_mask hides tokens, so the KV is not the prompt's: give it without padding")
 
 
-class _Staging(threading.local):
+class Staging(threading.local):
     """Memory between the cache's tensors and the store, where blocks are whole; each thread has its own.
 
     Cutting a block out of all layers straight into the pool would take a copy for each run of a few KiB. Gathered here,
@@ -243,7 +243,7 @@ class _Staging(threading.local):
         self._shape = shape
         self._namespace = namespace
         self._block_bytes = namespace.block_bytes
-        self._blocks_max = max(1, _STAGING_BYTES // self._block_bytes)
+        self._blocks_max = max(1, STAGING_BYTES // self._block_bytes)
         self._memory = memoryview(b"")
 
     def windows(self, count: int) -> Iterator[range]:
@@ -303,7 +303,7 @@ class _Staging(threading.local):
 class _GatheredLate:
     """A window of blocks that is gathered when the client asks where they are: those already stored never are."""
 
-    def __init__(self, staging: _Staging, tensors: list[Tensors], window: range) -> None:
+    def __init__(self, staging: Staging, tensors: list[Tensors], window: range) -> None:
         self.count = len(window)
         self._staging = staging
         self._tensors = tensors
