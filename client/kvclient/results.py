@@ -13,17 +13,16 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import TracebackType
 from typing import Any
 
 from kvstore.errors import KVStoreError, LeaseExpired, UsageError
-from kvstore.prefix import leading_run
 from kvstore.wire import Outcome
 
 _BY_VALUE: list[Outcome] = [
     Outcome(value) if value in set(Outcome) else Outcome.UNAVAILABLE for value in range(256)
 ]
+_HIT = bytes([Outcome.HIT])
 _TIER_NAMES = ("gpu", "cpu", "ssd", "remote")
 _WRITTEN = (Outcome.SEALED, Outcome.DURABLE, Outcome.NOT_DURABLE)
 _THERE = (Outcome.PRESENT, Outcome.BUSY)
@@ -35,10 +34,14 @@ class _PerBlock:
     raw: bytes
     failure: KVStoreError | None
 
-    @cached_property
+    @property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What happened to each block."""
-        return tuple(map(_BY_VALUE.__getitem__, self.raw))
+        # Not functools.cached_property: Python 3.11's has a lock, which a child forked meanwhile would find held.
+        found: tuple[Outcome, ...] | None = self.__dict__.get("_outcomes")
+        if found is None:
+            found = self.__dict__["_outcomes"] = tuple(map(_BY_VALUE.__getitem__, self.raw))
+        return found
 
     def __len__(self) -> int:
         return len(self.raw)
@@ -49,10 +52,10 @@ class _PerBlock:
 
 
 class _Read(_PerBlock):
-    @cached_property
+    @property
     def hits(self) -> int:
         """How many leading blocks are hits."""
-        return leading_run([outcome == Outcome.HIT for outcome in self.raw])
+        return len(self.raw) - len(self.raw.lstrip(_HIT))
 
     @property
     def hit_count(self) -> int:

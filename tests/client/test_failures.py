@@ -199,7 +199,7 @@ def test_a_daemon_killed_in_the_middle_of_calls_gives_misses_or_exact_blocks(dae
                 wrong.extend(
                     block_hash
                     for block_hash, outcome, content in zip(some, found.outcomes, into, strict=True)
-                    if outcome == Outcome.HIT and content != payload(block_hash)
+                    if outcome == Outcome.HIT and bytes(content) != payload(block_hash)
                 )
 
         threads = [threading.Thread(target=use, args=(seed,)) for seed in range(3)]

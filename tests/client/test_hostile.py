@@ -77,9 +77,12 @@ def test_a_daemon_that_hangs_up_during_the_greeting_is_unreachable(short_dir: Pa
 
 def test_a_refused_greeting_raises_what_the_daemon_says(short_dir: Path) -> None:
     refusal = wire.encode(wire.Failure(1, errors.Backpressure.code, "1024 sessions are open"))
-    with BadDaemon(short_dir, _greeting(refusal, [])) as daemon, Client(daemon.socket, strict=True) as client:
-        with pytest.raises(errors.Backpressure, match="1024 sessions"):
-            client.namespace(flat_namespace()).lookup(new_hashes(1))
+    with (
+        BadDaemon(short_dir, _greeting(refusal, [])) as daemon,
+        Client(daemon.socket, strict=True) as client,
+        pytest.raises(errors.Backpressure, match="1024 sessions"),
+    ):
+        client.namespace(flat_namespace()).lookup(new_hashes(1))
 
 
 Reply = Callable[[Any], wire.Message | bytes]
