@@ -80,6 +80,8 @@ class DiskTier:
             Exists and belongs to this tier alone.
         capacity_bytes : int
             Hard cap on all its files together.
+        clock : Clock
+            Counts lives and back-offs.
         segment_bytes : int, optional
             Least size of a segment of a new directory, a multiple of 4096; by default a 128th of the capacity.
         io_threads : int
@@ -138,7 +140,7 @@ class DiskTier:
             found.time,
             recorded_segments=found.recorded_segments,
             shape_of=found.space.shape,
-            reserve_map=found.space.reserve_map,
+            claim_map=found.space.claim_map,
             note_map=found.space.note_map,
             on_sync_failed=self._segment_failed,
             on_deleted=self._deleted,
@@ -174,8 +176,8 @@ class DiskTier:
     def take_records(self) -> Columns:
         """Return what was durable at open, coldest first; the tier keeps no copy, so this works once.
 
-        Two rows may have one key, if a kill came between writing a block anew and forgetting the old one: keep the row of
-        the higher generation and forget the other.
+        Two rows may have one key, if a kill came between writing a block anew and forgetting the old one: keep the row
+        of the higher generation and forget the other.
         """
         columns, self._columns = self._columns, None
         assert columns is not None, "records can be taken once"
@@ -242,10 +244,10 @@ class DiskTier:
     # ---- writing and reading
 
     async def write(self, batch: Sequence[DiskWrite]) -> list[Outcome]:
-        """Write blocks to allocated slots; return for each DURABLE, NOT_DURABLE (it failed) or NO_ROOM (queue is full).
+        """Write blocks to allocated slots; return for each DURABLE, NOT_DURABLE (it failed) or NO_ROOM (queue full).
 
-        Whatever isn't durable has lost its slot again. Cancellation does not stop a write: the payloads must stay as they
-        are until it has ended, so whoever may be cancelled calls this from a task that isn't.
+        Whatever isn't durable has lost its slot again. Cancellation does not stop a write: the payloads must stay as
+        they are until it has ended, so whoever may be cancelled calls this from a task that isn't.
         """
         self._check_open()
         for write in batch:
@@ -256,10 +258,10 @@ class DiskTier:
         return await asyncio.shield(task)
 
     async def read(self, batch: Sequence[DiskRead]) -> list[Outcome]:
-        """Read blocks into their destinations; return for each HIT, CORRUPT (forget it) or UNAVAILABLE (a miss for now).
+        """Read blocks into their destinations; return for each HIT, CORRUPT (forget it) or UNAVAILABLE (for now).
 
-        Header and checksum are verified. Where it isn't a HIT the destination may hold anything. Cancellation is delivered
-        only when no thread touches a destination any more.
+        Header and checksum are verified. Where it isn't a HIT the destination may hold anything. Cancellation is
+        delivered only when no thread touches a destination any more.
         """
         self._check_open()
         jobs = cut_jobs(self._space, batch, range(len(batch)), self._io_threads)

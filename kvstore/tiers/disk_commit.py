@@ -75,8 +75,8 @@ class GroupCommit:
         Those that the index knows.
     shape_of : callable
         Returns a segment's shape and the size of its file.
-    reserve_map, note_map : callable
-        Returns how large the index's map may become; is told how large it is after that.
+    claim_map, note_map : callable
+        Returns to what size the index's map may grow beyond plan, or None; is told how large it is.
     on_sync_failed : callable
         Told of a segment and what its fdatasync said.
     on_deleted : callable
@@ -92,7 +92,7 @@ class GroupCommit:
         *,
         recorded_segments: Iterable[int],
         shape_of: Callable[[int], tuple[SegmentShape, int]],
-        reserve_map: Callable[[], int],
+        claim_map: Callable[[], int | None],
         note_map: Callable[[int], None],
         on_sync_failed: Callable[[int, OSError], None],
         on_deleted: Callable[[list[Place]], None],
@@ -103,7 +103,7 @@ class GroupCommit:
         self._time = time
         self._recorded_segments = set(recorded_segments)
         self._shape_of = shape_of
-        self._reserve_map = reserve_map
+        self._claim_map = claim_map
         self._note_map = note_map
         self._on_sync_failed = on_sync_failed
         self._on_deleted = on_deleted
@@ -262,36 +262,48 @@ class GroupCommit:
                 raise result
 
     async def _apply(self, changes: Changes) -> None:
-        anchor, map_bytes_max = self._time.anchor(), self._reserve_map()
-        reopen, self._index_needs_reopen = self._index_needs_reopen, True  # until it is known to be well
-
-        def apply() -> None:
-            if reopen:
-                self._index.reopen()
+        while True:
             try:
-                self._index.commit(changes, anchor, map_bytes_max)
+                await self._commit_here(changes)
+                break
             except IndexFull:
-                raise
-            except KVStoreError as exc:
-                raise _Doubtful(str(exc)) from exc
-
-        try:
-            await self.on_index_thread(apply)
-        except IndexFull:
-            self._index_needs_reopen = False
-            raise
-        except KVStoreError as exc:
-            self._health.failed("index", exc)
-            raise
-        finally:
-            self._note_map(self._index.map_bytes)
-        self._index_needs_reopen = False
+                wanted = self._claim_map()
+                if wanted is None:
+                    raise
+                try:
+                    await self.grow_index(wanted)
+                except TierUnavailable as exc:
+                    raise IndexFull(f"the ssd index is full and its disk has no room for more: {exc}") from exc
         self._health.succeeded("index")
         for segment, shape in changes.segments.items():
             if shape is None:
                 self._recorded_segments.discard(segment)
             else:
                 self._recorded_segments.add(segment)
+
+    async def _commit_here(self, changes: Changes) -> None:
+        anchor = self._time.anchor()
+        reopen, self._index_needs_reopen = self._index_needs_reopen, True  # until it is known to be well
+
+        def commit() -> None:
+            if reopen:
+                self._index.reopen()
+            try:
+                self._index.commit(changes, anchor)
+            except IndexFull:
+                raise
+            except KVStoreError as exc:
+                raise _Doubtful(str(exc)) from exc
+
+        try:
+            await self.on_index_thread(commit)
+        except IndexFull:
+            self._index_needs_reopen = False
+            raise
+        except KVStoreError as exc:
+            self._health.failed("index", exc)
+            raise
+        self._index_needs_reopen = False
 
     def _done(self, group: _Group) -> None:
         self._on_deleted(group.deletes)

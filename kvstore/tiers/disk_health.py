@@ -48,7 +48,8 @@ class Health:
         if now_s - warned_at_s >= _WARNING_INTERVAL_S:
             warned_at_s = now_s
             _log.warning(
-                "ssd tier degraded: cause=%s error=%s directory=%s retry_s=%.2f: blocks stay in memory only until it recovers",
+                "ssd tier degraded: cause=%s error=%s directory=%s retry_s=%.2f: "
+                "blocks stay in memory only until it recovers",
                 cause, exc, self._directory, back_off_s,
             )  # fmt: skip
         self._causes[cause] = _Cause(f"{cause}: {exc}", failures, now_s + back_off_s, warned_at_s)

@@ -90,7 +90,7 @@ class BlockIO:
     def read(self, segment: int, start: int, reads: Sequence[DiskRead]) -> list[OSError | None]:
         """Read and verify blocks of one segment, by ascending address; return for each what went wrong.
 
-        BlockCorrupt and SegmentLost say that the block is gone for good; after any error the destination holds anything.
+        BlockCorrupt and SegmentLost say that the block is gone for good. After an error the destination holds anything.
         """
         errors: list[OSError | None] = [None] * len(reads)
         try:

@@ -96,7 +96,7 @@ def _look(directory: Path, capacity_bytes: int) -> None:
             f"the ssd directory {directory} does not exist: is its disk mounted? Make it, or give another"
         )
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
-        raise TierUnavailable(f"the ssd directory {directory} is not writable for uid {os.geteuid()}: give it to that user")
+        raise TierUnavailable(f"the ssd directory {directory} is not writable for uid {os.geteuid()}: change its owner")
     if _file_system(directory) in ("tmpfs", "ramfs"):
         _log.warning("ssd directory is in memory: directory=%s: its blocks do not survive a reboot", directory)
     held = sum(f.stat().st_blocks * 512 for f in directory.rglob("*") if f.is_file())

@@ -18,7 +18,7 @@ from kvstore.tiers import disk_layout as layout
 from kvstore.tiers import disk_space
 from kvstore.tiers.disk_records import Columns
 from kvstore.tiers.disk_time import Anchor
-from kvstore.tiers.index import Changes, Index, SegmentRows, SegmentShape
+from kvstore.tiers.index import Changes, Index, IndexFull, SegmentRows, SegmentShape
 from kvstore.tiers.segments import SegmentFiles
 
 _log = logging.getLogger(__name__)
@@ -44,8 +44,7 @@ def reconcile(index: Index, files: SegmentFiles, namespaces: set[int]) -> Agreed
     sizes = files.sizes()
     end = 0
     for segment, shape in index.load_segments().items():
-        sound = shape.slot_bytes > 0 and shape.slot_bytes % layout.SECTOR_BYTES == 0 and shape.slots(index.chunk_bytes) > 0
-        if segment not in sizes or not sound or segment < end:
+        if segment not in sizes or not _is_sound(shape, index.chunk_bytes) or segment < end:
             agreed.changes.segments[segment] = None
             continue
         agreed.shapes[segment] = shape
@@ -96,8 +95,12 @@ def trim(agreed: Agreed, columns: Columns, index: Index, capacity_bytes: int) ->
 
 def apply(agreed: Agreed, index: Index, files: SegmentFiles, anchor: Anchor) -> None:
     """Carry it out: records first, files after them."""
-    if agreed.changes:
-        index.commit(agreed.changes, anchor, 2 * index.map_bytes)
+    while agreed.changes:
+        try:
+            index.commit(agreed.changes, anchor)
+            break
+        except IndexFull:
+            index.grow(2 * index.map_bytes)
     for segment in agreed.removed_files:
         files.remove(segment)
     for segment in agreed.short_files:
@@ -112,6 +115,11 @@ def apply(agreed: Agreed, index: Index, files: SegmentFiles, anchor: Anchor) -> 
             "their blocks will be computed again",
             agreed.lost, agreed.trimmed, len(agreed.changes.segments), len(agreed.short_files), files.directory,
         )  # fmt: skip
+
+
+def _is_sound(shape: SegmentShape, chunk_bytes: int) -> bool:
+    size = shape.slot_bytes
+    return size > 0 and size % layout.SECTOR_BYTES == 0 and shape.slots(chunk_bytes) > 0
 
 
 def _places(agreed: Agreed, segment: int, sizes: dict[int, int], chunk_bytes: int) -> range:

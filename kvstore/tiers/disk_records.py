@@ -1,4 +1,4 @@
-"""What the ssd tier is told and tells: records, jobs of reads and writes, columns and figures. Values only, no behaviour."""
+"""What the ssd tier is told and tells: records, reads and writes, columns and figures; values only."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class DiskNamespace:
-    """A namespace as the directory knows it. `encoded` is its canonical encoding; `ttl_s` 0 means the daemon's default."""
+    """A namespace as the directory knows it: `encoded` canonically; `ttl_s` 0 means the daemon's default."""
 
     number: int
     tenant: str
@@ -152,9 +152,10 @@ class SegmentUsage:
 class DiskUsage:
     """Figures of the tier, exact at the moment of the call.
 
-    `capacity_bytes` bounds all files together; `data_capacity_bytes` is what of it slots may take beside the index as it is
-    planned now. `used_bytes` counts whole slots: live, being written, being deleted and quarantined ones.
-    `free_slots` is by slot size and counts existing segments only; `DiskTier.free_slots` counts those that could be made too.
+    `capacity_bytes` bounds all files together; `data_capacity_bytes` is what of it slots may take beside the index as
+    it is planned now. `used_bytes` counts whole slots: live, being written, being deleted and quarantined ones.
+    `free_slots` is by slot size and counts existing segments only; `DiskTier.free_slots` also counts what could be
+    made. `records_lost` were dropped at open because their bytes were gone.
     """
 
     capacity_bytes: int

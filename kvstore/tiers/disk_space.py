@@ -31,6 +31,7 @@ INDEX_BYTES_PER_SLOT = 384
 INDEX_BYTES_PER_SEGMENT = 1 << 10  # its records lie in a page beside those of others
 INDEX_BYTES_PER_LARGE_SEGMENT = 16 << 10  # they have pages of their own
 _LARGE_SEGMENT_SLOTS = 20
+MAP_GROWTH_BYTES_MIN = 64 << 10
 _FILE_OVERHEAD_BYTES = 8192  # a name, and extents that don't fit the inode
 _CHUNK_SHARE = 128
 _CHUNK_BYTES_MIN, _CHUNK_BYTES_MAX = 256 << 10, 256 << 20
@@ -87,7 +88,6 @@ class Space:
     def __init__(self, capacity_bytes: int, chunk_bytes: int, *, map_bytes: int, chunks_min: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
         self.map_bytes = map_bytes
-        self._map_reserved_bytes = map_bytes
         self.unmade: set[int] = set()
         self.lost: set[int] = set()  # of the unmade, those whose file existed once and may in part still do
         self.doomed: dict[int, int] = {}  # segment -> size of the file that still exists
@@ -175,21 +175,24 @@ class Space:
 
     def may_make(self, segment: int) -> bool:
         """Return whether the file of an unmade region fits beside all files that exist now."""
-        return file_bytes(self.region(segment)) + _FILE_OVERHEAD_BYTES <= self._real_room_bytes() - self._map_reserved_bytes
+        return file_bytes(self.region(segment)) + _FILE_OVERHEAD_BYTES <= self._real_room_bytes() - self.map_bytes
 
     def index_bytes_planned(self) -> int:
         """Return how large the index's map has to be for the segments there are, made or not."""
         return self._index_bytes
 
-    def reserve_map(self) -> int:
-        """Return how large the index's map may become now; that room is taken until `note_map`."""
+    def claim_map(self) -> int | None:
+        """Return to what size the index's map may grow beyond plan, that room now being taken; None if there is none."""
         others = max(self._planned_bytes, self._made_bytes + sum(self.doomed.values()))
-        self._map_reserved_bytes = max(self.map_bytes, self.capacity_bytes - reserve_bytes(self._slots) - others)
-        return self._map_reserved_bytes
+        wanted = min(2 * self.map_bytes, self.capacity_bytes - reserve_bytes(self._slots) - others)
+        if wanted < self.map_bytes + MAP_GROWTH_BYTES_MIN:
+            return None
+        self.map_bytes = wanted
+        return wanted
 
     def note_map(self, map_bytes: int) -> None:
         """Note how large the map is."""
-        self.map_bytes = self._map_reserved_bytes = map_bytes
+        self.map_bytes = map_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -230,7 +233,7 @@ class Space:
         return self.slab.span_for(slot_bytes) * self.slab.chunk_bytes // slot_bytes
 
     def _room_bytes(self, more_segments: int = 0, slots_each: int = 0) -> int:
-        """What is left for more segment files once every region is made, and the index as large as these may need it."""
+        """What is left for more segment files, every region made and the index as large as they may need it."""
         index_bytes = max(self.map_bytes, self._index_bytes + more_segments * index_bytes_for(slots_each))
         reserved_bytes = reserve_bytes(self._slots + more_segments * slots_each)
         return self.capacity_bytes - reserved_bytes - index_bytes - self._planned_bytes

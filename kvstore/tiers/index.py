@@ -1,15 +1,16 @@
 """The ssd tier's index: an LMDB environment that says which blocks are durable, and where.
 
-Database    Key                                   Value
-`blocks`    segment, u64 big-endian               one record a block (dupsort, dupfixed), sorted by its first 8 bytes:
-                                                  address u64 big-endian | hash 32 B | namespace u32 | length u32 |
-                                                  generation u64 | checksum u64 | epoch u64 | expiry f64
-`segments`  segment, u64 big-endian               slot size u64 | span in chunks u32 | 0 u32
-`namespaces` number, u32 big-endian               MessagePack [tenant, canonical encoding, epoch, default ttl in seconds]
-`pins`      namespace u32 big-endian | hash 32 B  end f64
-`meta`      "format", "directory", "chunk", "clock"   u32, 16 random bytes, u64, an Anchor
+    database      key                               value
+    `blocks`      segment u64 BE                    one record a block (dupsort, dupfixed), sorted by its first 8 bytes:
+                                                    address u64 BE | hash 32 B | namespace u32 | length u32 |
+                                                    generation u64 | checksum u64 | epoch u64 | expiry f64
+    `segments`    segment u64 BE                    slot size u64 | span in chunks u32 | 0 u32
+    `namespaces`  number u32 BE                     MessagePack [tenant, canonical encoding, epoch, default ttl_s]
+    `pins`        namespace u32 BE | hash 32 B      end f64
+    `meta`        "format" "directory" "chunk"      u32 BE | 16 random bytes | u64 BE
+                  "clock"                           an Anchor
 
-Little-endian unless said otherwise. A segment is named by its first chunk, an address counts bytes in the
+Little-endian where BE is not said. A segment is named by its first chunk, an address counts bytes in the
 whole slab, times are directory times. Key and record together are eleven 8-byte words, so a bulk read falls
 apart into columns by strides.
 
@@ -61,6 +62,7 @@ _ROWS_AT_ONCE = 1 << 18
 _ROW_HASH = struct.Struct(f"16x32s{_ROW_BYTES - 48}x")
 _EXPIRY_AT = RECORD_BYTES - 8
 _PAGE_BYTES = 4096
+_START_EMPTY = "remove the ssd directory's contents to start empty, or give another directory"
 assert _ROW_BYTES % 8 == 0
 
 SegmentRows = tuple[int, int, int]  # segment, first row, end row
@@ -105,7 +107,7 @@ class Changes:
 
 
 class IndexFull(TierFull):
-    """The map has no room for the transaction and may not grow; nothing was changed."""
+    """The map has no room for the transaction; nothing was changed."""
 
 
 def pack_record(address: int, record: DiskRecord, expiry_s: float) -> bytes:
@@ -179,7 +181,7 @@ class Index:
             )
         directory_id, chunk = txn.get(b"directory", db=self._meta), txn.get(b"chunk", db=self._meta)
         if directory_id is None or len(directory_id) != 16 or chunk is None or len(chunk) != _WORD.size:
-            raise BadRecord(f"the ssd index in {self._path} lacks its own description: remove it to start empty")
+            raise BadRecord(f"the ssd index in {self._path} lacks its own description: {_START_EMPTY}")
         self.directory_id = directory_id
         self.chunk_bytes = int(_WORD.unpack(chunk)[0])
         clock = txn.get(b"clock", db=self._meta)
@@ -216,7 +218,7 @@ class Index:
                 found = cursor.getmulti(keys, dupdata=True, dupfixed_bytes=RECORD_BYTES, keyfixed=True)
                 rows = bytes(found)
                 if len(rows) % _ROW_BYTES:
-                    raise BadRecord(f"records of the ssd index in {self._path} have a wrong size: remove it to start empty")
+                    raise BadRecord(f"records of the ssd index in {self._path} have a wrong size: {_START_EMPTY}")
                 names, columns = _columns(rows)
                 numbers = [_unpack(_WORD, key)[0] for key in keys]
                 starts = [bisect_left(names, number) for number in numbers] + [len(names)]
@@ -235,7 +237,7 @@ class Index:
                 try:
                     row = _decode_namespace(value)
                 except msgspec.MsgspecError as exc:
-                    raise BadRecord(f"namespace {number} in the ssd index in {self._path} is unreadable: {exc}") from exc
+                    raise BadRecord(f"namespace {number} of the ssd index in {self._path} is unreadable") from exc
                 namespaces[number] = DiskNamespace(number, row.tenant, row.encoded, row.epoch, row.ttl_s)
         return namespaces
 
@@ -259,25 +261,26 @@ class Index:
 
     # ---- writing
 
-    def commit(self, changes: Changes, anchor: Anchor, map_bytes_max: int) -> None:
-        """Apply `changes` in one durable transaction, growing the map up to `map_bytes_max` where it is too small.
+    def commit(self, changes: Changes, anchor: Anchor) -> None:
+        """Apply `changes` in one durable transaction.
 
         Raises
         ------
         IndexFull
-            The map may not grow and nothing was changed.
+            The map is too small; nothing was changed. `grow` it, or delete something first.
         TierUnavailable
             Anything else; call `reopen` before the next commit.
         """
         with _mapped_errors(self._path):
-            while True:
-                try:
-                    with self._env.begin(write=True) as txn:
-                        self._apply(txn, changes)
-                        txn.put(b"clock", anchor.pack(), db=self._meta)
-                    return
-                except lmdb.MapFullError as exc:
-                    self._grow_after(exc, map_bytes_max)
+            try:
+                with self._env.begin(write=True) as txn:
+                    self._apply(txn, changes)
+                    txn.put(b"clock", anchor.pack(), db=self._meta)
+            except lmdb.MapFullError as exc:
+                raise IndexFull(
+                    f"the ssd index in {self._path} is full at {self.map_bytes} bytes and may not grow inside the "
+                    "tier's capacity: new blocks stay in memory only until some are evicted; give it more capacity"
+                ) from exc
 
     def _apply(self, txn: lmdb.Transaction[bytes], changes: Changes) -> None:
         cursor = txn.cursor(self._blocks)
@@ -316,15 +319,6 @@ class Index:
                 self._allocate(wanted)
                 self._env.set_mapsize(wanted)
                 self.map_bytes = wanted
-
-    def _grow_after(self, cause: lmdb.MapFullError, map_bytes_max: int) -> None:
-        before = self.map_bytes
-        self.grow(min(2 * before, map_bytes_max))
-        if self.map_bytes == before:
-            raise IndexFull(
-                f"the ssd index in {self._path} is full at {before} bytes and may not grow inside the tier's capacity: "
-                "new blocks are kept in memory only until some are evicted from the tier; give it more capacity"
-            ) from cause
 
     def _allocate(self, size_bytes: int) -> None:
         fd = os.open(self._path / "data.mdb", os.O_RDWR)
@@ -385,7 +379,7 @@ def _columns(rows: bytes) -> tuple[array[int], Columns]:
 
 def _unpack(layout: struct.Struct, raw: bytes) -> tuple[Any, ...]:
     if len(raw) != layout.size:
-        raise BadRecord(f"the ssd index holds {len(raw)} bytes where {layout.size} belong: remove it to start empty")
+        raise BadRecord(f"the ssd index holds {len(raw)} bytes where {layout.size} belong: {_START_EMPTY}")
     return layout.unpack(raw)
 
 
@@ -395,7 +389,7 @@ def _mapped_errors(path: Path) -> Generator[None]:
     try:
         yield
     except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.IncompatibleError) as exc:
-        raise BadRecord(f"the ssd index in {path} is damaged ({exc}): remove the directory to start empty") from exc
+        raise BadRecord(f"the ssd index in {path} is damaged ({exc}): {_START_EMPTY}") from exc
     except lmdb.VersionMismatchError as exc:
         raise BadRecord(f"the ssd index in {path} was written by another LMDB ({exc}): give another directory") from exc
     except lmdb.Error as exc:

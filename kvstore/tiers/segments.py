@@ -193,7 +193,7 @@ class SegmentFiles:
 
 
 def _direct_alignment(path: Path) -> tuple[int, int]:
-    """Return the alignment that direct I/O wants of memory and of file offsets; 4096 each where the kernel can't say."""
+    """Return the alignment direct I/O wants of memory and of file offsets; 4096 each where the kernel can't say."""
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
     statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
     if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, ctypes.c_uint(_STATX_DIOALIGN), buffer) != 0:

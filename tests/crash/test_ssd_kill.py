@@ -1,4 +1,4 @@
-"""kill -9 at any moment, reopen: every durable block is exact, no record names bytes that were not written, usage is exact."""
+"""After kill -9 at any moment every durable block is exact, no record names unwritten bytes, and usage is exact."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Told = tuple[int, int, int, int]  # key, address, length, generation
 
 
 def run_and_kill(directory: Path, seed: int, choose: random.Random) -> tuple[list[Told], set[int]]:
-    """Let a child write for a moment; return what it told to be durable and not to be forgotten, and what was forgotten."""
+    """Let a child write for a moment; return what it told to be durable and kept, and what it forgot."""
     command = [sys.executable, "-m", "tests.crash.ssd_child", str(directory), str(seed)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None

@@ -64,7 +64,6 @@ class Disk:
         cls, directory: Path, capacity_bytes: int = 32 * MIB, *, clock: ManualClock | None = None, **settings: object
     ) -> Disk:
         clock = clock or ManualClock()
-        directory.mkdir(exist_ok=True)
         tier = await DiskTier.open(directory, capacity_bytes, clock=clock, **settings)  # type: ignore[arg-type]
         return cls(tier, await tier.add_namespace("tenant", b"namespace"), clock)
 
@@ -109,9 +108,8 @@ class Disk:
     def taken(self) -> list[Stored]:
         """Return what the tier knew when it was opened; keys are found by their hashes."""
         columns = self.tier.take_records()
-        return [
-            Stored(_KEYS[columns.hashes[row]], columns.addresses[row], columns.record(row)) for row in range(len(columns))
-        ]
+        rows = range(len(columns))
+        return [Stored(_KEYS[columns.hashes[row]], columns.addresses[row], columns.record(row)) for row in rows]
 
 
 _KEYS = {hash_of(key): key for key in range(20_000)}

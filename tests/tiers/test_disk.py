@@ -19,7 +19,7 @@ from kvstore.tiers.disk_io import BlockIO
 from kvstore.tiers.disk_records import DiskPin, DiskRead, DiskWrite
 from kvstore.tiers.index import Index
 from kvstore.wire import Outcome
-from tests.tiers.disk_blocks import MIB, Disk, Stored, aligned, pages, payload_of
+from tests.tiers.disk_blocks import MIB, Disk, Stored, pages, payload_of
 
 LENGTHS = (1, 100, 3992, 3993, 4096, 12_288, 65_536, 70_272, 200_000, MIB, MIB + 1)
 
@@ -84,7 +84,9 @@ def test_missing_checksum_is_computed_while_writing(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("changed", [{"generation": 2}, {"epoch": 1}, {"namespace": 9}, {"hash": bytes(32)}, {"length": 8999}])
+@pytest.mark.parametrize(
+    "changed", [{"generation": 2}, {"epoch": 1}, {"namespace": 9}, {"hash": bytes(32)}, {"length": 8999}]
+)
 def test_block_that_is_not_the_one_expected_is_corrupt(tmp_path: Path, changed: dict[str, object]) -> None:
     async def run() -> None:
         disk = await Disk.open(tmp_path)

@@ -8,8 +8,9 @@ import logging
 import os
 import resource
 import shutil
+import subprocess
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import lmdb
 import pytest
 
+from kvstore.errors import TierUnavailable
 from kvstore.tiers import disk_recency, disk_space
 from kvstore.tiers.disk_records import DiskWrite
 from kvstore.tiers.index import Index
@@ -47,7 +49,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @contextmanager
-def file_size_limit(size_bytes: int) -> Iterator[None]:
+def file_size_limit(size_bytes: int) -> Generator[None]:
     """Let no file of this process grow beyond a size: every fallocate above it fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
@@ -84,7 +86,7 @@ def test_full_disk_degrades_and_recovers_by_itself(tmp_path: Path, caplog: pytes
 def test_really_full_file_system_degrades_and_recovers(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    if os.system(f"mount -t tmpfs -o size=12m tmpfs {small} 2>/dev/null") != 0:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(small)], capture_output=True).returncode:
         pytest.skip("this container may not mount")
 
     async def run() -> None:
@@ -104,19 +106,27 @@ def test_really_full_file_system_degrades_and_recovers(tmp_path: Path) -> None:
     try:
         asyncio.run(run())
     finally:
-        os.system(f"umount {small}")
+        subprocess.run(["umount", str(small)], check=True)
 
 
-def fail_some(monkeypatch: pytest.MonkeyPatch, name: str, fails: Any, code: int = errno.EIO) -> None:
-    """Make calls of `os.name` fail for which `fails(*args)` is true."""
-    real = getattr(os, name)
+def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, place: int) -> None:
+    """Make `os.preadv` or `os.pwritev` fail wherever it touches a place of a file."""
+    real: Callable[[int, Sequence[memoryview], int], int] = getattr(os, name)
 
-    def call(*args: Any) -> Any:
-        if fails(*args):
-            raise OSError(code, os.strerror(code))
-        return real(*args)
+    def call(fd: int, iovecs: Sequence[memoryview], at: int) -> int:
+        if at <= place < at + sum(map(len, iovecs)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, iovecs, at)
 
     monkeypatch.setattr(os, name, call)
+
+
+def fails(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def has_no_room(_: disk_space.Space) -> None:
+    return None
 
 
 def test_bad_slot_spoils_no_other_block_and_is_not_used_for_a_while(
@@ -130,7 +140,7 @@ def test_bad_slot_spoils_no_other_block_and_is_not_used_for_a_while(
         disk.tier.release(bad)
         place = bad - disk.tier.segment_of(bad) * disk.tier.usage().segment_bytes
         with monkeypatch.context() as patch:
-            fail_some(patch, "pwritev", lambda _, iovecs, at: at <= place < at + sum(map(len, iovecs)))
+            fail_at(patch, "pwritev", place)
             outcomes, durable = await write_keys(disk, range(4), 20_000)
             assert sorted(outcomes) == [Outcome.DURABLE] * 3 + [Outcome.NOT_DURABLE]
             assert disk.tier.usage().state == "degraded"
@@ -154,7 +164,7 @@ def test_block_whose_sync_failed_is_not_durable_and_not_in_the_index(
         disk = await Disk.open(tmp_path)
         before = await disk.store([100], 20_000)
         with monkeypatch.context() as patch:
-            fail_some(patch, "fdatasync", lambda _: True)
+            patch.setattr(os, "fdatasync", fails)
             outcomes, _ = await write_keys(disk, range(4), 20_000)
             assert set(outcomes) == {Outcome.NOT_DURABLE}
             assert disk.tier.usage().state == "degraded"
@@ -188,8 +198,6 @@ def test_slots_of_a_transaction_of_unknown_effect_wait_for_a_delete(
 
                 def after(self: Index, *args: Any) -> None:
                     commit(self, *args)
-                    from kvstore.errors import TierUnavailable
-
                     raise TierUnavailable("the disk failed after the commit")
 
                 patch.setattr(Index, "commit", after)
@@ -224,7 +232,7 @@ def test_unreadable_block_is_a_miss_and_the_others_hit(tmp_path: Path, monkeypat
         stored = await disk.store(range(3), 20_000)
         bad = stored[1].address - stored[0].address
         with monkeypatch.context() as patch:
-            fail_some(patch, "preadv", lambda _, iovecs, at: at <= bad < at + sum(map(len, iovecs)))
+            fail_at(patch, "preadv", bad)
             assert await disk.outcomes(stored) == [Outcome.HIT, Outcome.UNAVAILABLE, Outcome.HIT]
         await disk.check(stored)
         assert disk.tier.usage().io_errors > 0
@@ -319,12 +327,8 @@ def test_failed_checkpoint_costs_only_the_order(tmp_path: Path, monkeypatch: pyt
     async def run() -> None:
         disk = await Disk.open(tmp_path)
         stored = await disk.store(range(3), 5000)
-
-        def full(*_: object) -> None:
-            raise OSError(errno.ENOSPC, "no space")
-
         with monkeypatch.context() as patch:
-            patch.setattr(disk_recency, "write", full)
+            patch.setattr(disk_recency, "write", fails)
             await disk.tier.checkpoint(array("Q"))
         assert disk.tier.usage().state == "degraded"
         await disk.check(stored)
@@ -353,7 +357,7 @@ def test_full_index_that_may_not_grow_refuses_new_blocks_and_recovers_with_delet
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # As if the index took far more than planned, in a tier that has no other room left.
-    monkeypatch.setattr(disk_space.Space, "reserve_map", lambda space: space.map_bytes)
+    monkeypatch.setattr(disk_space.Space, "claim_map", has_no_room)
     for name in ("INDEX_BYTES_BASE", "INDEX_BYTES_PER_SLOT", "INDEX_BYTES_PER_LARGE_SEGMENT"):
         monkeypatch.setattr(disk_space, name, 0)
 
