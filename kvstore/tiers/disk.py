@@ -113,6 +113,11 @@ class DiskTier:
             if not opening.cancelled() and opening.exception() is None:
                 opening.result().close()
             raise
+        _log.info(
+            "ssd tier open: directory=%s capacity_bytes=%d used_bytes=%d blocks=%d segment_bytes=%d io=%s",
+            directory, capacity_bytes, found.space.used_bytes, len(found.columns), found.space.slab.chunk_bytes,
+            found.files.io_mode,
+        )  # fmt: skip
         return cls(found, clock=clock, io_threads=io_threads, write_queue_bytes=write_queue_bytes)
 
     def __init__(self, found: Found, *, clock: Clock, io_threads: int, write_queue_bytes: int) -> None:

@@ -182,7 +182,7 @@ class Space:
         return self._index_bytes
 
     def claim_map(self) -> int | None:
-        """Return to what size the index's map may grow beyond plan, that room now being taken; None if there is none."""
+        """Return to what size the index's map may grow beyond plan, taking that room now; None if there is none."""
         others = max(self._planned_bytes, self._made_bytes + sum(self.doomed.values()))
         wanted = min(2 * self.map_bytes, self.capacity_bytes - reserve_bytes(self._slots) - others)
         if wanted < self.map_bytes + MAP_GROWTH_BYTES_MIN:
