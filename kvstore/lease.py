@@ -7,7 +7,8 @@ client's process; overdue ones are reported and keep their slots.
 Invariants
 1. A lease belongs to one session; another session's token is refused as if it did not exist. Releasing twice is
    harmless.
-2. Leases pin at most `pinned_bytes_max` in all; a block pinned by several leases counts once.
+2. Leases pin at most `pinned_bytes_max` in all; a block pinned by several leases counts once. Zero-copy leases, which
+   may last, leave `kept_for_copies_bytes` of that to copying ones, which end: reads never stop.
 3. When a session is over, its leases end: at once if its process is gone or it said goodbye, else at their end.
 """
 
@@ -75,9 +76,10 @@ class Lease:
 class Leases:
     """All leases of a store. Times are CLOCK_MONOTONIC seconds."""
 
-    def __init__(self, catalog: Holds, pinned_bytes_max: int) -> None:
+    def __init__(self, catalog: Holds, pinned_bytes_max: int, kept_for_copies_bytes: int = 0) -> None:
         self.pinned_bytes = 0
         self.pinned_bytes_max = pinned_bytes_max
+        self.kept_for_copies_bytes = kept_for_copies_bytes
         self._catalog = catalog
         self._leases: dict[int, Lease] = {}
         self._ends: list[tuple[float, int]] = []
@@ -98,13 +100,13 @@ class Leases:
             Others pin too much now.
         """
         slot_bytes = self._catalog.slot_bytes(rows[0])
-        if self.pinned_bytes + len(rows) * slot_bytes > self.pinned_bytes_max:
-            self.check_ever(rows)
+        limit = self._limit_bytes(copying=copying)
+        if self.pinned_bytes + len(rows) * slot_bytes > limit:
+            self.check_ever(rows, copying=copying)
             fresh = sum(not self._catalog.leases_on(row) for row in set(rows))
-            if self.pinned_bytes + fresh * slot_bytes > self.pinned_bytes_max:
+            if self.pinned_bytes + fresh * slot_bytes > limit:
                 raise TooManyLeases(
-                    f"leases pin {self.pinned_bytes} bytes and may pin {self.pinned_bytes_max}: release some, then "
-                    "try again"
+                    f"leases pin {self.pinned_bytes} bytes and may pin {limit}: release some, then try again"
                 )
         self.pinned_bytes += self._catalog.lease(rows) * slot_bytes
         lease = Lease(self._next_token, session, rows, ends_s, copying)
@@ -114,17 +116,21 @@ class Leases:
         heapq.heappush(self._ends, (ends_s, lease.token))
         return lease
 
-    def check_ever(self, rows: Sequence[int]) -> None:
+    def check_ever(self, rows: Sequence[int], *, copying: bool) -> None:
         """Raise TooLarge if a lease on these rows could not be granted even with no other lease around."""
         wanted = len(set(rows)) * self._catalog.slot_bytes(rows[0]) if rows else 0
-        if wanted > self.pinned_bytes_max:
+        limit = self._limit_bytes(copying=copying)
+        if wanted > limit:
             raise TooLarge(
-                f"a lease on {wanted} bytes can never be granted: leases may pin {self.pinned_bytes_max} bytes of the "
-                "cpu tier; acquire fewer blocks at once, fetch copies of them, or raise --cpu-size"
+                f"a lease on {wanted} bytes can never be granted: leases may pin {limit} bytes of the cpu tier; "
+                "acquire fewer blocks at once, fetch copies of them, or raise --cpu-size"
             )
 
+    def _limit_bytes(self, *, copying: bool) -> int:
+        return self.pinned_bytes_max - (0 if copying else self.kept_for_copies_bytes)
+
     def room_bytes(self) -> int:
-        """Return how many more bytes leases may pin now."""
+        """Return how many more bytes copying leases may pin now."""
         return self.pinned_bytes_max - self.pinned_bytes
 
     def release(self, session: Session, token: int) -> Sequence[int]:

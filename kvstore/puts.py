@@ -338,7 +338,10 @@ class Puts:
             self.limits.total_bytes - self.reserved_bytes - self.quarantined_bytes,
             self.limits.session_bytes - ticket.session.quarantined_bytes,
         )
-        return self._room.take_many(ticket.tenancy, min(count, max(0, left_bytes // slot_bytes)))
+        fits = max(0, left_bytes // slot_bytes)
+        if not fits and not self.reserved_bytes and not self.quarantined_bytes:
+            fits = 1  # however small the tier: else nothing could ever be stored
+        return self._room.take_many(ticket.tenancy, min(count, fits))
 
     def take_for_copy(self, tenancy: Tenancy) -> int | None:
         """Return a slot of the pool for the daemon's own copy in strict mode; `seal` or `free_copy` must follow."""

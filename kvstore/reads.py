@@ -164,12 +164,12 @@ class Reads:
         """Return an answer, or None if there is no room now for anything of it."""
         rows, outcomes = self._candidates(tenancy, request, reasons)
         if not request.copying:
-            self._leases.check_ever([row for row in rows if row is not None])
-            if any(outcome >= MISS_FIRST for outcome in outcomes):
-                return self._refused(tenancy, request, reasons, outcomes)
+            self._leases.check_ever([row for row in rows if row is not None], copying=False)
+        sources = bytes(0 if row is None else self._catalog.table.residency[row] for row in rows)
+        if not request.copying and any(outcome >= MISS_FIRST for outcome in outcomes):
+            return self._incomplete(tenancy, request, outcomes, sources)
         held: list[int] = []
         try:
-            sources = bytes(0 if row is None else self._catalog.table.residency[row] for row in rows)
             loads = self._hold(rows, outcomes, held)
             if not request.copying and Outcome.LATER in outcomes:
                 return None
@@ -180,7 +180,7 @@ class Reads:
             if not any(row is not None for row in ready) and Outcome.LATER in outcomes:
                 return None
             if not request.copying and any(outcome != Outcome.HIT for outcome in outcomes):
-                return self._refused(tenancy, request, reasons, outcomes)
+                return self._incomplete(tenancy, request, outcomes, sources)
             try:
                 return self._grant(session, tenancy, request, ready, bytes(outcomes), sources)
             except TooManyLeases:
@@ -226,18 +226,18 @@ class Reads:
     def _hold(self, rows: list[int | None], outcomes: bytearray, held: list[int]) -> dict[int, Load]:
         """Hold what is in memory and start or join the loads of the rest; what finds no room becomes LATER."""
         residency = self._catalog.table.residency
-        cold: list[int] = []
+        cold: dict[int, None] = {}  # in order, each once
         for position, row in enumerate(rows):
             if row is None or outcomes[position] != Outcome.HIT:
                 continue
             if residency[row] & Tier.CPU.bit:
                 self._catalog.hold(row)
                 held.append(row)
-            elif row not in cold:
-                cold.append(row)
+            else:
+                cold[row] = None
         loads: dict[int, Load] = {}
         if self._mover is not None:
-            for row, load in zip(cold, self._mover.load(cold), strict=True):
+            for row, load in zip(cold, self._mover.load(list(cold)), strict=True):
                 if load is not None:
                     loads[row] = load
                     held.append(row)
@@ -295,23 +295,21 @@ class Reads:
             checksums = [0 if row is None else self._catalog.table.checksum[row] for row in rows]
         return Acquired(request.id, token, lease_s, outcomes, offsets, checksums)
 
-    def _refused(
-        self,
-        tenancy: Tenancy,
-        request: Acquire,
-        reasons: dict[bytes, Outcome],
-        outcomes: bytearray | None = None,
-    ) -> Acquired:
+    def _refused(self, tenancy: Tenancy, request: Acquire, reasons: dict[bytes, Outcome]) -> Acquired:
         """Return an answer that grants nothing: a reason for each miss, NO_ROOM for what is there."""
-        if outcomes is None:
-            outcomes = self._candidates(tenancy, request, reasons)[1]
-        final = bytes(
-            outcome if outcome >= MISS_FIRST or (not request.copying and outcome == Outcome.HIT) else Outcome.NO_ROOM
-            for outcome in outcomes
-        )
+        outcomes = self._candidates(tenancy, request, reasons)[1]
+        final = bytes(outcome if outcome >= MISS_FIRST else Outcome.NO_ROOM for outcome in outcomes)
+        return self._nothing(tenancy, request, final, bytes(len(final)))
+
+    def _incomplete(self, tenancy: Tenancy, request: Acquire, outcomes: bytearray, sources: bytes) -> Acquired:
+        """Return the answer to an all-or-nothing request of which something is missing; the rest are hits, unheld."""
+        found = bytes(tier if outcome == Outcome.HIT else 0 for tier, outcome in zip(sources, outcomes, strict=True))
+        return self._nothing(tenancy, request, bytes(outcomes), found)
+
+    def _nothing(self, tenancy: Tenancy, request: Acquire, outcomes: bytes, tiers: bytes) -> Acquired:
         if request.count:
-            self._count(tenancy, final, bytes(len(final)))
-        return Acquired(request.id, 0, 0.0, final, [0] * len(final))
+            self._count(tenancy, outcomes, tiers)
+        return Acquired(request.id, 0, 0.0, outcomes, [0] * len(outcomes))
 
     async def _room_may_have_changed(self, deadline_s: float) -> None:
         """Return soon: leases end and slots free by events of many kinds, so look again at short intervals."""

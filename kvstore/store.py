@@ -101,7 +101,7 @@ class Store:
             quotas={tenant: sizes["ssd"] for tenant, sizes in settings.quotas.items() if "ssd" in sizes},
         )  # fmt: skip
         usable = self.memory.grantable_bytes()
-        self.leases = Leases(self.catalog, usable // 2)
+        self.leases = Leases(self.catalog, usable // 2, min(self.memory.transit_bytes, usable // 4))
         limits = PutLimits(usable // 4, usable // 8, settings.reservation_s)
         self.puts = Puts(self.catalog, self.memory, self.room, limits, self.note_use)
         window_bytes = min(WINDOW_BYTES_MAX, max(usable // 16, 2 << 20))

@@ -1,4 +1,4 @@
-"""Which blocks should go from a tier to make room for one of a given size: decisions only, nothing is changed here.
+"""Which blocks should go from a tier to make room for one of a given size: decisions, no evictions.
 
 Invariants
 1. A victim is ready in the tier and neither held nor pinned.
@@ -15,7 +15,9 @@ from kvstore.catalog import Catalog
 from kvstore.table import Tier
 from kvstore.tiers.slab import NOBODY
 
-_LOOK_AHEAD = 64  # rows at the cold end that are looked at for one victim
+_LOOK_AHEAD = 64  # rows at the cold end that are looked at for one victim, those in use not counted
+_IN_THE_WAY = 16  # that many held or pinned rows at the cold end are moved to the recent one
+_IN_USE_MAX = 4096  # and no more than that are met in one search
 _REGIONS_TRIED = 8
 _COLDER_BY = 1.25  # another class's region is taken only if it is idle this much longer
 
@@ -61,16 +63,23 @@ class Victims:
         best: int | None = None
         best_rank: tuple[bool, int] | None = None
         for lane in lanes:
-            for looked_at, row in enumerate(self._policy.coldest(lane)):
-                if looked_at >= _LOOK_AHEAD:
-                    break
+            looked_at = 0
+            in_use: list[int] = []
+            for row in self._policy.coldest(lane):
                 if not self._catalog.is_evictable(row, self._tier):
+                    in_use.append(row)
+                    if len(in_use) >= _IN_USE_MAX:
+                        break
                     continue
                 rank = (self._spared(row), self._policy.last_use(row))
                 if best_rank is None or rank < best_rank:
                     best, best_rank = row, rank
-                if not rank[0]:
+                looked_at += 1
+                if not rank[0] or looked_at >= _LOOK_AHEAD:
                     break
+            if len(in_use) >= _IN_THE_WAY:
+                # Else thousands of pins and leases would gather there, to be looked at for every victim.
+                self._policy.use_many(in_use, self._catalog.tick())
         return best
 
     def _colder_region(self, slot_bytes: int, own: int | None) -> Sequence[int] | None:

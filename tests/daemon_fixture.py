@@ -54,7 +54,7 @@ class Daemon:
         self.ssd_dir = ssd_dir or directory / "ssd"
         self.log = directory / "log"
         self.arguments = [
-            "--tiers", "cpu,ssd" if ssd else "cpu", "--cpu-size", cpu, "--socket", str(self.socket),
+            "--tiers", "cpu,ssd" if ssd else "cpu", "--cpu-size", cpu, "--socket", str(self.socket), "--http", "off",
             *(["--ssd-size", ssd, "--ssd-dir", str(self.ssd_dir)] if ssd else []), *arguments,
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None

@@ -128,6 +128,12 @@ class RawClient:
             del self._replies[request_id]
         return reply
 
+    def take_replies(self) -> list[wire.Reply]:
+        """Return the replies that have come in and that nobody has asked for."""
+        replies = [reply for waiting in self._replies.values() for reply in waiting]
+        self._replies.clear()
+        return replies
+
     @overload
     def ask(self, message: wire.Message, kind: type[R]) -> R: ...
     @overload

@@ -169,6 +169,11 @@ class MemoryTier:
     def used_bytes(self) -> int:
         return self.slab.used_bytes + self._transit.used_bytes
 
+    @property
+    def transit_bytes(self) -> int:
+        """What is set aside for transit once everything is populated."""
+        return self._transit_bytes
+
     def grantable_bytes(self) -> int:
         """Return what ordinary slots will have in all once everything is populated."""
         return self.slab.chunks_max * self.chunk_bytes
