@@ -58,9 +58,9 @@ async def write_and_forget_forever(directory: Path, seed: int) -> None:
         live.update({w.address: Stored(key, w.address, w.record) for key, w in batch})
 
     while True:
-        await asyncio.gather(*(write() for _ in range(3)))
-        if len(live) > 40:
-            await forget(choose.sample(list(live.values()), choose.randint(1, 20)))
+        # Slots that are being given up while others are asked for: the moment when a slot could be reused too early.
+        gone = choose.sample(list(live.values()), min(len(live) // 3, 20))
+        await asyncio.gather(forget(gone), *(write() for _ in range(3)))
         if choose.random() < 0.1:
             await disk.tier.checkpoint(array("Q", live))
 

@@ -20,7 +20,7 @@ from kvstore.tiers.index import RECORD_BYTES, Changes, Index, IndexFull, Segment
 CHUNK_BYTES = 1 << 20
 ANCHOR = Anchor(1.0, 2.0, 3.0, "boot")
 RECORD = DiskRecord(
-    namespace=3, hash=bytes(range(32)), length=70_272, generation=5, checksum=0x0102030405060708, epoch=9, expires_s=77.5
+    namespace=3, hash=bytes(range(32)), length=70_272, generation=5, checksum=0x0102030405060708, epoch=9, expires_s=7.5
 )
 
 
