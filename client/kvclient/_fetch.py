@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any
 
+from kvclient._assembly import Assembly, Siblings, choices
 from kvclient._buffers import Blocks
 from kvclient._copy import pairs
-from kvclient._operations import MISSES, Progress, Space, check_outcomes, opened, remaining_s, settled
+from kvclient._operations import ACQUIRED, Progress, Space, check_outcomes, opened, remaining_s, settled
 from kvclient._session import Session
 from kvclient._steps import Copy, Operation, Pause, Send, Step, Steps, answer, ask
 from kvclient._windows import Window, places_of, windows_of
@@ -26,10 +27,10 @@ from kvstore.errors import ChecksumMismatch, KVStoreError, RemoteProtocolError, 
 from kvstore.wire import Outcome
 
 LEASE_S = 10.0
+_LACKING = (Outcome.ABSENT, Outcome.EXPIRED)
 _IN_FLIGHT_MAX = 2
 _PAUSE_S_MIN = 0.001
 _PAUSE_S_MAX = 0.05
-_ACQUIRED = MISSES | {Outcome.HIT, Outcome.LATER, Outcome.BUSY}
 
 
 class Fetch(Operation[FetchResult]):
@@ -45,6 +46,7 @@ class Fetch(Operation[FetchResult]):
         max_ms: float | None = None,
         run: bool = True,
         count: bool = True,
+        siblings: Siblings | None = None,
         lease_s: float = LEASE_S,
         progress: Progress | None = None,
     ) -> None:
@@ -56,6 +58,7 @@ class Fetch(Operation[FetchResult]):
         self._max_ms = max_ms
         self._run = run
         self._count = count
+        self._siblings = siblings
         self._lease_s = lease_s
         self._progress = progress
         self._outcomes = bytearray(len(hashes))
@@ -67,9 +70,53 @@ class Fetch(Operation[FetchResult]):
     def steps(self, session: Session, deadline_at: float) -> Steps:
         self._number = yield from opened(session, self._space)
         self._wait_until = session.now() + self._wait_s
-        queue = deque(windows_of(range(len(self._hashes)), self._space.block_bytes, session.welcome))
+        positions: Sequence[int] = range(len(self._hashes))
+        if self._siblings is not None and self._wait_s > 0:
+            # Nobody will seal in this slice what others hold already: it would be waited for in vain.
+            positions = yield from self._from_slices(session, deadline_at, self._siblings, positions)
+        yield from self._from_own_slice(session, deadline_at, positions)
+        if self._siblings is not None and self._wait_s == 0 and (missing := self._not_stored()):
+            left = yield from self._from_slices(session, deadline_at, self._siblings, missing)
+            self._end = len(self._hashes)
+            yield from self._from_own_slice(session, deadline_at, left)
+        self._end = next((p for p, outcome in enumerate(self._outcomes) if outcome != Outcome.HIT), self._end)
+
+    def _not_stored(self) -> Sequence[int]:
+        """Return the positions that the own slice lacks, as far as they matter."""
+        if not self._run:
+            return [p for p, outcome in enumerate(self._outcomes) if outcome in _LACKING]
+        if self._end < len(self._hashes) and self._outcomes[self._end] in _LACKING:
+            return range(self._end, len(self._hashes))
+        return ()
+
+    def _from_slices(
+        self, session: Session, deadline_at: float, siblings: Siblings, positions: Sequence[int]
+    ) -> Generator[Step, Any, list[int]]:
+        """Put together what only other slices hold; returns the positions that the own slice may have."""
+        found = yield from choices(session, self._number, [self._hashes[p] for p in positions], siblings)
+        wanted: list[tuple[int, bytes, tuple[bytes, ...]]] = []
+        left: list[int] = []
+        for position, choice in zip(positions, found, strict=True):
+            if choice.outcome == Outcome.HIT and choice.holders:
+                wanted.append((position, self._hashes[position], choice.holders))
+            elif choice.outcome == Outcome.HIT or self._wait_s > 0:
+                left.append(position)
+            else:
+                self._outcomes[position] = choice.outcome
+                if self._run:
+                    break
+        assembly = Assembly(session, deadline_at, siblings, self._blocks, self.held, self._lease_s)
+        for position, outcome in (yield from assembly.copy(wanted)).items():
+            self._outcomes[position] = outcome
+        return left
+
+    def _from_own_slice(
+        self, session: Session, deadline_at: float, positions: Sequence[int]
+    ) -> Generator[Step, Any, None]:
+        queue = deque(windows_of(positions, self._space.block_bytes, session.welcome))
         pause_s = _PAUSE_S_MIN
-        yield from self._acquire(session, deadline_at, queue.popleft())
+        if queue:
+            yield from self._acquire(session, deadline_at, queue.popleft())
         while self._in_flight:
             if queue and len(self._in_flight) < _IN_FLIGHT_MAX:
                 yield from self._acquire(session, deadline_at, queue.popleft())
@@ -84,7 +131,7 @@ class Fetch(Operation[FetchResult]):
             wanted = [[p for p in some if p < self._end] for some in queue] if self._end < len(self._hashes) else queue
             queue = deque(some for some in wanted if some)
             if self._in_flight and self._in_flight[0].positions[0] >= self._end:
-                break
+                session.abandon(self._in_flight.popleft().request)
             if queue and not self._in_flight:
                 yield from self._acquire(session, deadline_at, queue.popleft())
 
@@ -124,7 +171,7 @@ class Fetch(Operation[FetchResult]):
         reply = yield from answer(window.request, wire.Acquired, patient=self._wait_s > 0)
         if reply.lease:
             self.held[reply.lease] = wire.Release(0, reply.lease)
-        check_outcomes(reply.outcomes, len(window.positions), _ACQUIRED)
+        check_outcomes(reply.outcomes, len(window.positions), ACQUIRED)
         again: list[int] = []
         if reply.outcomes.count(Outcome.HIT) == len(window.positions):
             hits: Sequence[int] = range(len(window.positions))
@@ -214,7 +261,7 @@ class Hold(Operation[FetchResult]):
         reply = yield from ask(request, wire.Acquired, patient=self._wait_s > 0)
         if reply.lease:
             self.held[reply.lease] = wire.Release(0, reply.lease)
-        check_outcomes(reply.outcomes, len(self._hashes), _ACQUIRED)
+        check_outcomes(reply.outcomes, len(self._hashes), ACQUIRED)
         hits = [at for at, outcome in enumerate(reply.outcomes) if outcome == Outcome.HIT]
         views: list[memoryview | None] = [None] * len(self._hashes)
         places: list[weakref.ref[Any]] = []

@@ -109,6 +109,7 @@ def check_outcomes(outcomes: bytes, count: int, allowed: frozenset[int]) -> None
 
 
 MISSES = frozenset(map(int, wire.MISS_REASONS))
+ACQUIRED = MISSES | {Outcome.HIT, Outcome.LATER, Outcome.BUSY}
 _FOUND = MISSES | {Outcome.HIT, Outcome.BUSY, Outcome.LATER, Outcome.DONE, Outcome.PRESENT}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvclient import _operations
+from kvclient._assembly import GroupLookup, Siblings
 from kvclient._buffers import blocks_of
 from kvclient._fetch import Fetch, Hold
 from kvclient._operations import Abort, PerBlock, Progress, Space, hashes_of
@@ -28,6 +29,9 @@ class Verbs:
 
     def looking_up(self, hashes: Sequence[bytes], *, run: bool, max_ms: float | None) -> PerBlock[Lookup]:
         return _operations.lookup(self.space, hashes_of(hashes), run=run, max_ms=max_ms)
+
+    def looking_up_group(self, hashes: Sequence[bytes]) -> GroupLookup:
+        return GroupLookup(self.space, self.namespace, hashes_of(hashes))
 
     def storing(
         self,
@@ -54,6 +58,7 @@ class Verbs:
         max_ms: float | None,
         run: bool,
         count: bool,
+        slices: bool,
         progress: Progress | None,
     ) -> Fetch:
         wanted = hashes_of(hashes)
@@ -66,6 +71,7 @@ class Verbs:
             max_ms=max_ms,
             run=run,
             count=count,
+            siblings=Siblings(self.namespace) if slices else None,
             progress=progress,
         )
 

@@ -368,6 +368,10 @@ class AsyncNamespaceHandle(Verbs):
         """Return which blocks are there."""
         return await self._client.run(self.looking_up(hashes, run=run, max_ms=max_ms), deadline_s)
 
+    async def group_lookup(self, hashes: Sequence[bytes], *, deadline_s: float | None = None) -> Lookup:
+        """Return which blocks a fetch would get, from this slice or put together from others."""
+        return await self._client.run(self.looking_up_group(hashes), deadline_s)
+
     async def store(
         self,
         hashes: Sequence[bytes],
@@ -394,12 +398,20 @@ class AsyncNamespaceHandle(Verbs):
         max_ms: float | None = None,
         run: bool = True,
         count: bool = True,
+        slices: bool = True,
         progress: Progress | None = None,
         deadline_s: float | None = None,
     ) -> FetchResult:
         """Copy blocks into the caller's memory. Cancelled, that holds anything, and is no longer in use."""
         operation = self.fetching(
-            hashes, into, wait_s=wait_s, max_ms=max_ms, run=run, count=count, progress=progress
+            hashes,
+            into,
+            wait_s=wait_s,
+            max_ms=max_ms,
+            run=run,
+            count=count,
+            slices=slices,
+            progress=progress,
         )
         return await self._client.run(operation, deadline_s, wait_s)
 

@@ -217,6 +217,13 @@ class NamespaceHandle(Verbs):
         """
         return self._client.run(self.looking_up(hashes, run=run, max_ms=max_ms), deadline_s)
 
+    def group_lookup(self, hashes: Sequence[bytes], *, deadline_s: float | None = None) -> Lookup:
+        """Return which blocks a fetch would get, from this slice or put together from others.
+
+        LAYOUT: stored in other slices that can't be put together to this one. It stops at no miss, and counts none.
+        """
+        return self._client.run(self.looking_up_group(hashes), deadline_s)
+
     def store(
         self,
         hashes: Sequence[bytes],
@@ -259,6 +266,7 @@ class NamespaceHandle(Verbs):
         max_ms: float | None = None,
         run: bool = True,
         count: bool = True,
+        slices: bool = True,
         progress: Progress | None = None,
         deadline_s: float | None = None,
     ) -> FetchResult:
@@ -278,11 +286,20 @@ class NamespaceHandle(Verbs):
             Stop at the first miss, since a prefix is of no use behind it.
         count : bool
             Whether the daemon's hit rate is to count these blocks: False where a lookup for the same use did.
+        slices : bool
+            Put together from other slices of the model, where the layout allows it, what is not stored in this one.
         progress : callable, optional
             Called with the blocks done so far and in all.
         """
         operation = self.fetching(
-            hashes, into, wait_s=wait_s, max_ms=max_ms, run=run, count=count, progress=progress
+            hashes,
+            into,
+            wait_s=wait_s,
+            max_ms=max_ms,
+            run=run,
+            count=count,
+            slices=slices,
+            progress=progress,
         )
         return self._client.run(operation, deadline_s, wait_s)
 
