@@ -18,15 +18,20 @@ from kvstore.tiers.slab import NOBODY
 _LOOK_AHEAD = 64  # rows at the cold end that are looked at for one victim, those in use not counted
 _IN_THE_WAY = 16  # that many held or pinned rows at the cold end are moved to the recent one
 _IN_USE_MAX = 4096  # and no more than that are met in one search
-_REGIONS_TRIED = 8
+_REGIONS_TRIED = 16
+_ROWS_TRIED = 512
 _COLDER_BY = 1.25  # another class's region is taken only if it is idle this much longer
 
 
 class Space(Protocol):
     """What is asked of a tier's slots."""
 
-    def owners(self, slot: int, /) -> Sequence[int] | None:
-        """Return the rows in the region of a slot (NOBODY for one being written); None if it may not be taken."""
+    def clearing(self, slot: int, slot_bytes: int, /) -> tuple[int, ...]:
+        """Return the regions to empty so that one of another class fits where `slot` lies; none: it can't."""
+        ...
+
+    def owners(self, region: int, /) -> Sequence[int]:
+        """Return the rows in a region, NOBODY for one being written."""
         ...
 
 
@@ -83,16 +88,21 @@ class Victims:
         return best
 
     def _colder_region(self, slot_bytes: int, own: int | None) -> Sequence[int] | None:
-        table, policy = self._catalog.table, self._policy
+        slots, policy = self._catalog.table.slot[self._tier], self._policy
         own_idle_s = None if own is None else self._catalog.idle_s(own, self._tier) * _COLDER_BY
         for lane, (size, _, tier) in enumerate(self._catalog.lanes):
             if tier is not self._tier or size == slot_bytes:
                 continue
-            for tried, row in enumerate(policy.coldest(lane)):
+            tried: set[tuple[int, ...]] = {()}
+            for looked_at, row in enumerate(policy.coldest(lane)):
                 too_warm = own_idle_s is not None and self._catalog.idle_s(row, self._tier) <= own_idle_s
-                if tried >= _REGIONS_TRIED or too_warm:
+                if too_warm or looked_at >= _ROWS_TRIED or len(tried) > _REGIONS_TRIED:
                     break
-                rows = self._space.owners(table.slot[self._tier][row])
+                regions = self._space.clearing(slots[row], slot_bytes)
+                if regions in tried:
+                    continue
+                tried.add(regions)
+                rows = [owner for region in regions for owner in self._space.owners(region)]
                 if rows and all(r != NOBODY and self._catalog.is_evictable(r, self._tier) for r in rows):
                     return rows
         return None

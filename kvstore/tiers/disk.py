@@ -178,8 +178,13 @@ class DiskTier:
 
     # ---- what is there
 
+    def take_recency(self) -> array[int]:
+        """Return the addresses in use at the last checkpoint, coldest first; like `take_records`, it works once."""
+        order, self._found.recency = self._found.recency, array("Q")
+        return order
+
     def take_records(self) -> Columns:
-        """Return what was durable at open, coldest first; the tier keeps no copy, so this works once.
+        """Return what was durable at open, in no order; the tier keeps no copy, so this works once.
 
         Two rows may have one key, if a kill came between writing a block anew and forgetting the old one: keep the row
         of the higher generation and forget the other.
@@ -234,10 +239,17 @@ class DiskTier:
         """Note whose a slot is, for `owners`; forgotten when the slot is free again."""
         self._space.slab.set_owner(address, row)
 
-    def owners(self, address: int) -> list[int]:
-        """Return what `set_owner` noted for each used slot in the segment of an address; NOBODY where nothing was."""
-        region = self._space.region_of(address)
-        return [owner for owner, used in zip(region.owner, region.used, strict=True) if used]
+    def owner(self, address: int) -> int:
+        """Return what `set_owner` noted for the slot at an address; NOBODY if it is none that is used."""
+        return self._space.slab.owner_at(address)
+
+    def clearing(self, address: int, slot_bytes: int) -> tuple[int, ...]:
+        """Return the segments to empty so that one of another class fits where `address` lies; there may be none."""
+        return self._space.slab.clearing(address, slot_bytes)
+
+    def owners(self, segment: int) -> list[int]:
+        """Return what `set_owner` noted for each used slot of a segment; NOBODY where nothing was."""
+        return self._space.slab.owners(segment)
 
     def take_lost(self) -> array[int]:
         """Return the addresses of blocks whose segment has vanished or was cut off: forget them.

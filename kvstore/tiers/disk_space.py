@@ -149,7 +149,7 @@ class Space:
                 low = middle
             else:
                 high = middle
-        return self._free.get(slot_bytes, 0) + low * slots
+        return self._free.get(slot_bytes, 0) + min(low, self.slab.regions_possible(slot_bytes)) * slots
 
     def free_slots_by_size(self) -> dict[int, int]:
         return {size: count for size, count in self._free.items() if count}

@@ -150,12 +150,13 @@ class MemoryTier:
             if offset >= start:
                 slab.set_owner(offset - start, row)
 
-    def owners(self, offset: int) -> list[int] | None:
-        """Return the rows of all used slots in a slot's region, NOBODY for one being written; None for transit."""
-        if self.is_transit(offset):
-            return None
-        region = self.slab.region_of(offset - self._transit_bytes)
-        return [owner for owner, used in zip(region.owner, region.used, strict=True) if used]
+    def clearing(self, offset: int, slot_bytes: int) -> tuple[int, ...]:
+        """Return the regions to empty for one of another class where `offset` lies; none for a slot in transit."""
+        return () if self.is_transit(offset) else self.slab.clearing(offset - self._transit_bytes, slot_bytes)
+
+    def owners(self, region: int) -> list[int]:
+        """Return the rows of all used slots in a region, NOBODY for one being written."""
+        return self.slab.owners(region)
 
     def view(self, offset: int, length: int) -> memoryview:
         """Return the bytes of a slot, writable. The view must be let go before `close`."""

@@ -159,6 +159,15 @@ class Slab:
         region = self.region_of(offset)
         region.owner[region.slot_of(offset)] = owner
 
+    def owner_at(self, offset: int) -> int:
+        """Return who was noted as the user of the slot that begins at `offset`; NOBODY if there is no such slot."""
+        chunk = offset // self.chunk_bytes
+        region = self._owner[chunk] if chunk < len(self._owner) else None
+        if region is None:
+            return NOBODY
+        slot, rest = divmod(offset - region.start, region.slot_bytes)
+        return NOBODY if rest or slot >= region.slots else region.owner[slot]
+
     def restore(self, first_chunk: int, slot_bytes: int, span: int) -> Region:
         """Return a region re-made at the place it had before; its slots are free until `mark_used`."""
         owners = self._owner[first_chunk : first_chunk + span]
@@ -180,6 +189,40 @@ class Slab:
         region = self._owner[offset // self.chunk_bytes]
         assert region is not None, f"offset {offset} belongs to no region"
         return region
+
+    def clearing(self, offset: int, slot_bytes: int) -> tuple[int, ...]:
+        """Return the regions to empty so that one of this class fits where `offset` lies: those with the least in use.
+
+        None are returned where a region of that class itself lies in every place.
+        """
+        region = self.region_of(offset)
+        span = self.span_for(slot_bytes)
+        best: tuple[int, ...] = ()
+        least: int | None = None
+        last = min(region.first_chunk + region.chunks, self.chunks - span + 1)
+        for first in range(max(0, region.first_chunk - span + 1), last) if span else ():
+            found = {owner.first_chunk: owner for owner in self._owner[first : first + span] if owner is not None}
+            cost = sum(owner.used_slots * owner.slot_bytes for owner in found.values())
+            if all(owner.slot_bytes != slot_bytes for owner in found.values()) and (least is None or cost < least):
+                best, least = tuple(found), cost
+        return best
+
+    def owners(self, first_chunk: int) -> list[int]:
+        """Return what `set_owner` noted for each used slot of a region; NOBODY where nothing was."""
+        region = self._owner[first_chunk]
+        assert region is not None
+        return [owner for owner, used in zip(region.owner, region.used, strict=True) if used]
+
+    def regions_possible(self, slot_bytes: int) -> int:
+        """Return how many more regions of this class fit, the empty ones of other classes given back."""
+        span = self.span_for(slot_bytes)
+        possible = length = 0
+        for owner in self._owner if span else ():
+            usable = owner is None or (owner.used_slots == 0 and owner.slot_bytes != slot_bytes)
+            length = length + 1 if usable else 0
+            if length == span:
+                possible, length = possible + 1, 0
+        return possible
 
     def release(self, region: Region) -> None:
         """Give an empty region's chunks back."""
