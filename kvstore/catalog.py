@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvstore.block import Namespace
 from kvstore.counters import Cause, TierCounters
@@ -83,14 +83,14 @@ class Catalog:
 
     # ---- namespaces
 
-    def tenancy(self, tenant: str, namespace: Namespace, slot_bytes: int) -> Tenancy:
-        """Return the entry of a tenant's namespace, made at first use."""
+    def tenancy(self, tenant: str, namespace: Namespace, slots: Mapping[Tier, int]) -> Tenancy:
+        """Return the entry of a tenant's namespace, made at first use; `slots`: what a block takes in each tier."""
         found = self._by_identity.get((tenant, namespace.digest))
         if found is not None:
             return found
         siblings = self._groups.setdefault((tenant, namespace.group_digest), [])
-        lanes = {tier: self._lane(slot_bytes, tenant, tier) for tier in self.tiers}
-        made = Tenancy(len(self.tenancies), tenant, namespace, slot_bytes, lanes, siblings)
+        lanes = {tier: self._lane(slots[tier], tenant, tier) for tier in self.tiers}
+        made = Tenancy(len(self.tenancies), tenant, namespace, slots, lanes, siblings)
         made.blocks = dict.fromkeys(self.tiers, 0)
         siblings.append(made)
         self.tenancies.append(made)
@@ -173,7 +173,8 @@ class Catalog:
         tenancy.blocks[Tier.CPU] += count
         owner = (tenancy.tenant, Tier.CPU)
         self.used_bytes[owner] = self.used_bytes.get(owner, 0) + tenancy.slot_bytes * count
-        self.policies[Tier.CPU].admit_many(rows[::-1], tenancy.lanes[Tier.CPU], self.tick())
+        lane = tenancy.lanes[Tier.CPU]
+        self.policies[Tier.CPU].admit_many(rows[::-1], lane, self.tick(), tenancy.number, hashes[::-1])
         if ttl_s > 0:
             tenancy.any_expire = True
             for row in rows:
@@ -204,9 +205,9 @@ class Catalog:
                 doubled += [row for h, row in zip(own_hashes, own, strict=True) if tenancy.rows[h] != row]
             tenancy.blocks[Tier.SSD] += len(own)
             self.used_bytes[tenancy.tenant, Tier.SSD] = (
-                self.used_bytes.get((tenancy.tenant, Tier.SSD), 0) + tenancy.slot_bytes * len(own)
+                self.used_bytes.get((tenancy.tenant, Tier.SSD), 0) + tenancy.slots[Tier.SSD] * len(own)
             )
-            self.policies[Tier.SSD].admit_many(own, tenancy.lanes[Tier.SSD], self.tick())
+            self.policies[Tier.SSD].restore(own, tenancy.lanes[Tier.SSD], self.tick(), number, own_hashes)
         if min(columns.expires_s) != NEVER_S:
             for row, expires_s in zip(rows, columns.expires_s, strict=True):
                 if expires_s != NEVER_S:
@@ -276,7 +277,7 @@ class Catalog:
     def promise(self, tenancy: Tenancy, tier: Tier, slots: int) -> None:
         """Count slots (or fewer, below zero) that a tenant has taken in a tier and that hold no block yet."""
         owner = (tenancy.tenant, tier)
-        self.promised_bytes[owner] = self.promised_bytes.get(owner, 0) + slots * tenancy.slot_bytes
+        self.promised_bytes[owner] = self.promised_bytes.get(owner, 0) + slots * tenancy.slots[tier]
 
     def charged_bytes(self, tenancy: Tenancy, tier: Tier) -> int:
         """Return what counts against the tenant's quota in a tier: blocks, and slots that are being filled."""
@@ -339,12 +340,18 @@ class Catalog:
             elif tier in fastest:
                 policy.use_many([row for row in rows if _fastest_tier(residency[row]) == tier], now)
 
-    def slot_bytes(self, row: int) -> int:
-        return self.tenancies[self.table.namespace[row]].slot_bytes
+    def slot_bytes(self, row: int, tier: Tier = Tier.CPU) -> int:
+        """Return what a block takes in a tier."""
+        return self.tenancies[self.table.namespace[row]].slots[tier]
 
     def is_visible(self, row: int) -> bool:
         block_hash = self.table.hash[row]
         return block_hash is not None and self._visible_row(row, block_hash) == row
+
+    def is_at(self, row: int, tier: Tier, slot: int) -> bool:
+        """Whether a row's copy in `tier` is ready and lies in `slot`; row numbers below zero name no row."""
+        table = self.table
+        return row >= 0 and table.state[tier][row] == Copy.READY and table.slot[tier][row] == slot
 
     def is_evictable(self, row: int, tier: Tier) -> bool:
         """Whether the copy in `tier` is ready and neither held nor pinned."""
@@ -409,7 +416,7 @@ class Catalog:
                     slots.add(slot)
                 if state == Copy.READY:
                     tenancy = self.tenancies[table.namespace[row]]
-                    used[tenancy.tenant] = used.get(tenancy.tenant, 0) + tenancy.slot_bytes
+                    used[tenancy.tenant] = used.get(tenancy.tenant, 0) + tenancy.slots[tier]
             for (tenant, counted_tier), count in self.used_bytes.items():
                 assert counted_tier != tier or count == used.get(tenant, 0), f"{tenant}'s bytes in {tier.label}"
         for row in table.rows():
@@ -425,10 +432,13 @@ class Catalog:
             del self.tenancies[self.table.namespace[row]].rows[block_hash]
 
     def _arrived(self, tenancy: Tenancy, row: int, tier: Tier) -> None:
-        self.policies[tier].admit(row, tenancy.lanes[tier], self.tick())
+        block_hash = self.table.hash[row]
+        assert block_hash is not None
+        uses = self.table.uses[row]
+        self.policies[tier].admit(row, tenancy.lanes[tier], self.tick(), tenancy.number, block_hash, uses)
         tenancy.blocks[tier] += 1
         owner = (tenancy.tenant, tier)
-        self.used_bytes[owner] = self.used_bytes.get(owner, 0) + tenancy.slot_bytes
+        self.used_bytes[owner] = self.used_bytes.get(owner, 0) + tenancy.slots[tier]
 
     def _leave_one(self, row: int, tier: Tier, cause: Cause | None) -> None:
         tenancy = self.tenancies[self.table.namespace[row]]
@@ -440,10 +450,10 @@ class Catalog:
         self.table.move(row, tier, CopyEvent.LEAVE)
         self.policies[tier].remove(row)
         tenancy.blocks[tier] -= 1
-        self.used_bytes[tenancy.tenant, tier] -= tenancy.slot_bytes
+        self.used_bytes[tenancy.tenant, tier] -= tenancy.slots[tier]
         if tier is Tier.CPU and self.table.residency[row] & Tier.SSD.bit:
             # While it was in memory its order on ssd stood still: it starts there as recent.
-            self.policies[Tier.SSD].use(row, self.tick())
+            self.policies[Tier.SSD].renew(row, self.tick(), self.table.uses[row])
         if not self.table.residency[row]:
             self._unlink(row)
 

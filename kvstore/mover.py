@@ -35,7 +35,7 @@ from kvstore.victims import Victims
 from kvstore.wire import Outcome
 
 _BATCH_BYTES = 16 << 20
-_BATCHES_IN_FLIGHT = 4
+_BATCHES_IN_FLIGHT = 8
 _LOAD_JOB_BYTES = 4 << 20
 _FREE_AHEAD_SHARE = 64  # one part in 64 of the ssd tier is kept free ahead of need
 _ROOM_ROUNDS = 20
@@ -200,7 +200,7 @@ class Mover:
         table = self._catalog.table
         writes: list[DiskWrite] = []
         outcomes = [Outcome.NOT_DURABLE] * len(batch)
-        sizes: set[int] = set()
+        written: dict[int, Tenancy] = {}
         try:
             for tenancy in {self._tenancy(row).number: self._tenancy(row) for row, _ in batch}.values():
                 await self.register(tenancy)
@@ -225,11 +225,10 @@ class Mover:
                 self._catalog.fail(row, Tier.SSD)
                 self._catalog.counters[Tier.SSD].demotions_dropped += 1
             self._tell_durable(table.generation[row], durable)
-            slot_bytes = self._size(row)
+            written[self._tenancy(row).number] = self._tenancy(row)
             self._catalog.unhold(row)
-            sizes.add(slot_bytes)
-        for slot_bytes in sizes:
-            self.free_ahead(slot_bytes)
+        for tenancy in written.values():
+            self.free_ahead(tenancy)
         self._signal()
 
     def _give_up(self, generation: int, address: int | None) -> None:
@@ -264,7 +263,7 @@ class Mover:
         for _ in range(_ROOM_ROUNDS):
             if not self._meet_quota(tenancy):
                 return None
-            self.free_ahead(tenancy.slot_bytes)
+            self.free_ahead(tenancy)
             address = self._disk.allocate(tenancy.block_bytes)
             if address is not None:
                 return address
@@ -277,16 +276,18 @@ class Mover:
 
     def _meet_quota(self, tenancy: Tenancy) -> bool:
         quota = self._quotas.get(tenancy.tenant)
-        while quota is not None and self._catalog.charged_bytes(tenancy, Tier.SSD) + tenancy.slot_bytes > quota:
+        while quota is not None and self._catalog.charged_bytes(tenancy, Tier.SSD) + tenancy.slots[Tier.SSD] > quota:
             victim = self._victims.for_tenant(tenancy.tenant)
             if victim is None:
                 return False
             self._catalog.evict_with_slices(victim, Tier.SSD, Cause.QUOTA)
         return True
 
-    def free_ahead(self, slot_bytes: int) -> None:
-        """Evict on ssd so that some slots of this class will be free when they are needed."""
-        wanted = self._free_ahead_slots(slot_bytes) - self._disk.free_slots(slot_bytes) - self._leaving_slots
+    def free_ahead(self, tenancy: Tenancy) -> None:
+        """Evict on ssd so that some slots for such blocks will be free when they are needed."""
+        slot_bytes = tenancy.slots[Tier.SSD]
+        free = self._disk.free_slots(tenancy.block_bytes)
+        wanted = self._free_ahead_slots(slot_bytes) - free - self._leaving_slots
         while wanted > 0:
             victims = self._victims.for_slot(slot_bytes)
             if not victims:

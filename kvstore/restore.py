@@ -35,6 +35,9 @@ class WarmStart:
         self._catalog = catalog
         self._disk = disk
         self._unowned = 0  # rows below this are not known to the tier as owners yet
+        self._recency = disk.take_recency()
+        self._placed = 0  # so many of these addresses are in order
+        self._since = catalog.tick()
         tenancies = self._namespaces()
         records = self._disk.take_records()
         if not _are_current(records, tenancies):
@@ -53,12 +56,29 @@ class WarmStart:
 
     def catch_up(self, limit: int) -> None:
         """Do a little of what is left: look at `limit` rows."""
+        if self._unowned:
+            self._note_owners(limit)
+        elif self._placed < len(self._recency):
+            self._restore_order(limit)
+        else:
+            self._recency = array("Q")
+
+    def _note_owners(self, limit: int) -> None:
         first = max(0, self._unowned - limit)
         slots, states = self._catalog.table.slot[Tier.SSD], self._catalog.table.state[Tier.SSD]
         for row in range(first, self._unowned):
             if states[row] == Copy.READY:
                 self._disk.set_owner(slots[row], row)
         self._unowned = first
+
+    def _restore_order(self, limit: int) -> None:
+        """Move the next addresses' blocks to the recent end, coldest first, but for those that were used since."""
+        policy, since = self._catalog.policies[Tier.SSD], self._since
+        for address in self._recency[self._placed : self._placed + limit]:
+            row = self._disk.owner(address)
+            if self._catalog.is_at(row, Tier.SSD, address) and policy.last_use(row) <= since:
+                policy.use(row, since)
+        self._placed += limit
 
     def _namespaces(self) -> dict[int, Tenancy]:
         """Return the namespaces that the directory knows, by its own numbers."""
@@ -68,10 +88,16 @@ class WarmStart:
                 namespace = Namespace.decode(known.encoded)
             except KVStoreError as exc:
                 raise BadRecord(f"namespace {known.number} in the ssd directory can't be read: {exc}") from exc
-            tenancy = self._catalog.tenancy(known.tenant, namespace, Slab.slot_bytes_for(namespace.block_bytes))
+            tenancy = self._catalog.tenancy(known.tenant, namespace, slots_for(namespace))
             tenancy.disk_number, tenancy.epoch, tenancy.ttl_s = known.number, known.epoch, known.ttl_s
             found[known.number] = tenancy
         return found
+
+
+def slots_for(namespace: Namespace) -> dict[Tier, int]:
+    """Return what a block of this namespace takes in each tier."""
+    length = namespace.block_bytes
+    return {Tier.CPU: Slab.slot_bytes_for(length), Tier.SSD: DiskTier.slot_bytes(length)}
 
 
 def _are_current(records: DiskColumns, tenancies: Mapping[int, Tenancy]) -> bool:

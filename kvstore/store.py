@@ -32,13 +32,12 @@ from kvstore.mover import Mover
 from kvstore.policy import POLICIES
 from kvstore.puts import PutLimits, Puts
 from kvstore.reads import ReadLimits, Reads
-from kvstore.restore import WarmStart
+from kvstore.restore import WarmStart, slots_for
 from kvstore.room import Room
 from kvstore.table import NO_SLOT, Tier
 from kvstore.tenancy import Tenancy
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.slab import Slab
 from kvstore.wire import Outcome
 
 log = logging.getLogger("kvstore")
@@ -230,6 +229,10 @@ class Store:
             await self.disk.checkpoint(addresses)
         except KVStoreError as exc:
             log.warning("checkpoint failed: %s", exc)
+        for address in self.disk.take_lost():
+            row = self.disk.owner(address)
+            if self.catalog.is_at(row, Tier.SSD, address):
+                self.catalog.leave(row, Tier.SSD, Cause.DROP)
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
         """Write what only memory holds to ssd; return how many blocks became durable, and how many are not."""
@@ -268,7 +271,7 @@ class Store:
     def tenancy(self, tenant: str, namespace: Namespace, ttl_s: float | None = None) -> Tenancy:
         """Return a tenant's view of a namespace, made at first use; a positive `ttl_s` becomes its default."""
         known = len(self.catalog.tenancies)
-        found = self.catalog.tenancy(tenant, namespace, self.slot_bytes(namespace))
+        found = self.catalog.tenancy(tenant, namespace, slots_for(namespace))
         if len(self.catalog.tenancies) > known:
             found.ttl_s = self.settings.ttl_s
         if ttl_s:
@@ -277,17 +280,12 @@ class Store:
 
     def check_fits(self, namespace: Namespace) -> None:
         """Raise TooLarge if a block of this namespace could never be stored and read here."""
-        slot_bytes = self.slot_bytes(namespace)
+        slot_bytes = slots_for(namespace)[Tier.CPU]
         if slot_bytes > self.leases.pinned_bytes_max or not self.memory.slab.span_for(slot_bytes):
             raise TooLarge(
                 f"a block of {namespace.block_bytes} bytes is over half of the cpu tier of {self.memory.size_bytes} "
                 "bytes: raise --cpu-size, or use fewer tokens a block"
             )
-
-    @staticmethod
-    def slot_bytes(namespace: Namespace) -> int:
-        """Return what a block of this namespace takes in a tier."""
-        return Slab.slot_bytes_for(namespace.block_bytes)
 
     def block_bytes(self, row: int) -> int:
         return self.catalog.tenancies[self.catalog.table.namespace[row]].block_bytes
@@ -368,7 +366,7 @@ class Store:
         used = in_rows + self.puts.reserved_bytes + self.puts.quarantined_bytes
         assert used == self.memory.used_bytes, f"cpu tier: {self.memory.used_bytes} bytes used, {used} accounted for"
         filling = {
-            tier: sum(self.catalog.slot_bytes(r) for r in table.rows() if table.state[tier][r] == Copy.FILLING)
+            tier: sum(self.catalog.slot_bytes(r, tier) for r in table.rows() if table.state[tier][r] == Copy.FILLING)
             for tier in self.catalog.tiers
         }
         filling[Tier.CPU] += self.puts.reserved_bytes + self.puts.quarantined_bytes

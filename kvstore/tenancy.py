@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvstore.block import Namespace
@@ -20,7 +21,7 @@ class Tenancy:
     number: int
     tenant: str
     namespace: Namespace
-    slot_bytes: int
+    slots: Mapping[Tier, int]  # bytes that one of its blocks takes in each tier
     lanes: dict[Tier, int]
     siblings: list[Tenancy]
     epoch: int = 0
@@ -30,6 +31,11 @@ class Tenancy:
     rows: dict[bytes, int] = field(default_factory=dict[bytes, int])
     blocks: dict[Tier, int] = field(default_factory=dict[Tier, int])
     counters: NamespaceCounters = field(default_factory=NamespaceCounters)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that one of its blocks takes in the cpu tier."""
+        return self.slots[Tier.CPU]
 
     @property
     def block_bytes(self) -> int:

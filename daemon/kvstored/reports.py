@@ -153,7 +153,7 @@ def _namespace(store: Store, tenancy: Tenancy, pinned: list[int]) -> Body:
         "block_tokens": namespace.block_tokens,
         "ttl_s": tenancy.ttl_s,
         "blocks": {tier.label: count for tier, count in tenancy.blocks.items()},
-        "bytes": {tier.label: count * tenancy.slot_bytes for tier, count in tenancy.blocks.items()},
+        "bytes": {tier.label: count * tenancy.slots[tier] for tier, count in tenancy.blocks.items()},
         "pinned_blocks": sum(store.catalog.table.namespace[row] == tenancy.number for row in pinned),
         **tenancy.counters.report(store.catalog.tiers),
     }

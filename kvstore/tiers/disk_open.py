@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Found:
-    """An opened directory, index and files in agreement. `columns` are in recency order, on the boottime clock."""
+    """An opened directory, index and files in agreement. `recency` are addresses, coldest first, as hints."""
 
     directory: Path
     lock: int
@@ -40,6 +40,7 @@ class Found:
     time: DirectoryTime
     space: disk_space.Space
     columns: Columns
+    recency: array[int]
     namespaces: dict[int, DiskNamespace]
     pins: dict[tuple[int, bytes], float]
     recorded_segments: list[int]
@@ -162,8 +163,9 @@ def _open_locked(
     time = DirectoryTime(clock, boot_id, index.anchor)
     namespaces = index.load_namespaces()
     agreed = disk_reconcile.reconcile(index, files, set(namespaces))
-    columns = disk_recency.in_order(agreed.columns, disk_recency.read(directory))
-    columns = disk_reconcile.trim(agreed, columns, index, capacity_bytes)
+    recency, columns = disk_recency.read(directory), agreed.columns
+    if disk_reconcile.is_too_large(agreed, index, capacity_bytes):
+        columns = disk_reconcile.trim(agreed, disk_recency.in_order(columns, recency), index, capacity_bytes)
     disk_reconcile.apply(agreed, index, files, time.anchor())
     for leftover in directory.glob("*.tmp"):
         leftover.unlink()
@@ -182,6 +184,7 @@ def _open_locked(
         time=time,
         space=space,
         columns=columns,
+        recency=recency,
         namespaces=namespaces,
         pins={key: time.to_boottime_s(end_s) for key, end_s in index.load_pins().items()},
         recorded_segments=list(agreed.shapes),

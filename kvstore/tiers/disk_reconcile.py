@@ -66,22 +66,21 @@ def reconcile(index: Index, files: SegmentFiles, namespaces: set[int]) -> Agreed
     return agreed
 
 
+def is_too_large(agreed: Agreed, index: Index, capacity_bytes: int) -> bool:
+    """Return whether all segments together may come to take more than the capacity."""
+    cut = ((shape.slots(index.chunk_bytes), shape.slot_bytes) for shape in agreed.shapes.values())
+    return disk_space.total_bytes(cut, index.map_bytes) > capacity_bytes
+
+
 def trim(agreed: Agreed, columns: Columns, index: Index, capacity_bytes: int) -> Columns:
     """Return the columns, given coldest first, without the coldest segments that a smaller capacity has no room for."""
     shapes = agreed.shapes
-
-    def needed_bytes() -> int:
-        cut = ((shape.slots(index.chunk_bytes), shape.slot_bytes) for shape in shapes.values())
-        return disk_space.total_bytes(cut, index.map_bytes)
-
-    if needed_bytes() <= capacity_bytes:
-        return columns
     owner = {chunk: segment for segment, shape in shapes.items() for chunk in range(segment, segment + shape.span)}
     hottest = dict.fromkeys(shapes, -1)
     for row, address in enumerate(columns.addresses):
         hottest[owner[address // index.chunk_bytes]] = row
     for segment in sorted(hottest, key=hottest.__getitem__):
-        if needed_bytes() <= capacity_bytes:
+        if not is_too_large(agreed, index, capacity_bytes):
             break
         del shapes[segment]
         agreed.trimmed += len(agreed.slots.pop(segment, ()))
