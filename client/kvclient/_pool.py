@@ -188,19 +188,23 @@ class PageToucher:
     def __init__(self, mapping: Mapping) -> None:
         self._mapping = weakref.ref(mapping)
         self._stopped = threading.Event()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin, unless it is too late."""
-        if not self._stopped.is_set():
-            self._thread = threading.Thread(target=self._run, name="kvclient-pretouch", daemon=True)
-            self._thread.start()
+        with self._lock:
+            if not self._stopped.is_set():
+                self._thread = threading.Thread(target=self._run, name="kvclient-pretouch", daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
         """Return when the thread has ended."""
-        self._stopped.set()
-        if self._thread is not None:
-            self._thread.join()
+        with self._lock:
+            self._stopped.set()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def _run(self) -> None:
         while not self._stopped.is_set():
