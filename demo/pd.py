@@ -22,19 +22,21 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from rich.console import Console
 
 from demo.findings import Findings
-from demo.processes import Daemon, Failed, Process, Worker
+from demo.processes import INTERRUPTS, Daemon, Failed, Process, Worker, uninterrupted
 from demo.progress import Steps
 from kvclient import Client
 from kvstore import wire
 from kvstore.errors import KVStoreError
 
+P = TypeVar("P", bound=Process)
 _BLOCK_TOKENS = 16
 _FREE_BYTES_MIN = 800 << 20
 _MIB = 1 << 20
@@ -44,7 +46,7 @@ _STEPS = 9
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
     arguments = _parse(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in set(INTERRUPTS) - {signal.SIGINT}:
         signal.signal(number, _exit)
     try:
         with Steps(_STEPS) as steps, _scratch() as directory:
@@ -69,8 +71,8 @@ def _run(arguments: argparse.Namespace, directory: Path, steps: Steps) -> Findin
     found = Findings(prompt_tokens=arguments.prompt_tokens, block_tokens=_BLOCK_TOKENS)
     with _ended() as started:
         steps.begin("three engine processes start")
-        alone, p, d = (Worker(name, directory / f"{name}.log") for name in ("alone", "P", "D"))
-        started += [alone, p, d]
+        workers = [_started(started, Worker, name, directory / f"{name}.log") for name in ("alone", "P", "D")]
+        alone, p, d = workers
         model = arguments.model
         if model is None:
             steps.begin("a small Qwen2 with random weights is written")
@@ -78,7 +80,7 @@ def _run(arguments: argparse.Namespace, directory: Path, steps: Steps) -> Findin
             p.call("write", model=str(model))
         else:
             steps.begin(f"the model is {model}")
-        _load(steps, found, model, [alone, p, d])
+        _load(steps, found, model, workers)
         prompt = p.call("prompt", tokens=found.prompt_tokens, seed=1)["prompt"]
         other = p.call("prompt", tokens=found.prompt_tokens // 2, seed=2)["prompt"]
 
@@ -94,8 +96,8 @@ def _run(arguments: argparse.Namespace, directory: Path, steps: Steps) -> Findin
         found.block_bytes = p_blocks["block_bytes"]
         prompt_bytes = len(prompt) // _BLOCK_TOKENS * found.block_bytes
         sizes = (max(8 * _MIB, prompt_bytes * 5 // 4), max(64 * _MIB, prompt_bytes * 6))
-        daemon = Daemon(directory, *sizes)
-        started.append(daemon)
+        daemon = _started(started, Daemon, directory, *sizes)
+        daemon.await_ready()
 
         steps.begin("P: the same prefill, its KV goes to kvstored")
         # Durable: it will be evicted from memory, and must not be before it is on ssd.
@@ -108,8 +110,8 @@ def _run(arguments: argparse.Namespace, directory: Path, steps: Steps) -> Findin
 
         steps.begin("kvstored is restarted")
         daemon.drain()
-        daemon = Daemon(directory, *sizes)
-        started.append(daemon)
+        daemon = _started(started, Daemon, directory, *sizes)
+        daemon.await_ready()
         steps.begin("D: generates with KV from ssd")
         found.from_ssd = d.call("generate", prompt=prompt, new_tokens=arguments.new_tokens)
         found.reports.append(_stats(daemon))
@@ -139,10 +141,17 @@ def _ended() -> Generator[list[Process]]:
     try:
         yield started
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of them
-        for process in reversed(started):
-            process.stop()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with uninterrupted():
+            for process in reversed(started):
+                process.stop()
+
+
+def _started(started: list[Process], make: Callable[..., P], *arguments: object) -> P:
+    """Return a new process, which is in the list as soon as it exists."""
+    with uninterrupted():
+        process = make(*arguments)
+        started.append(process)
+    return process
 
 
 @contextlib.contextmanager
@@ -160,11 +169,10 @@ def _scratch() -> Generator[Path]:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo.pd", description=(__doc__ or "").partition("\n")[0])
-    given = os.environ.get("MODEL")
     parser.add_argument(
         "--model",
         type=_directory,
-        default=_directory(given) if given else None,
+        default=os.environ.get("MODEL") or None,
         metavar="DIR",
         help="a transformers model in a local directory (default: $MODEL, else one written on the spot)",
     )

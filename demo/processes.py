@@ -7,6 +7,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -15,9 +16,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ROOT = Path(__file__).resolve().parent.parent
 _ANSWER_S = 600.0
 _START_S = 60.0
@@ -63,6 +66,10 @@ class Process:
         lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         return "\n".join(f"  {line}" for line in lines)
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        self._process.send_signal(number)
+
     def stop(self) -> None:
         """End the process by SIGTERM, and if that does not help by SIGKILL. Ending twice is harmless."""
         if not self.has_ended:
@@ -81,24 +88,29 @@ class Worker(Process):
         self._line, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "demo.worker", str(theirs.fileno())]
-            super().__init__(name, command, log, pass_fds=(theirs.fileno(),))
+            variables = {
+                "OMP_WAIT_POLICY": "PASSIVE",  # three of them share the cores: threads that wait must not spin
+                "TORCHINDUCTOR_CACHE_DIR": str(log.parent / "torch"),  # made even where nothing is compiled
+            }
+            super().__init__(name, command, log, pass_fds=(theirs.fileno(),), **variables)
         self._line.settimeout(_ANSWER_S)
-        self._stream = self._line.makefile("rw")
+        self._answers = self._line.makefile("r")
 
     def ask(self, do: str, **arguments: Any) -> None:
         """Send a request."""
         try:
-            self._stream.write(json.dumps({"do": do, **arguments}) + "\n")
-            self._stream.flush()
+            self._line.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")
         except OSError as exc:
             raise self.failed("ended before it was asked") from exc
 
     def answer(self) -> dict[str, Any]:
         """Return the answer to the last request."""
         try:
-            text = self._stream.readline()
+            text = self._answers.readline()
         except TimeoutError as exc:
             raise self.failed(f"gave no answer for {_ANSWER_S:.0f} s") from exc
+        except ConnectionError:
+            text = ""
         if not text:
             raise self.failed("ended without an answer")
         answer: dict[str, Any] = json.loads(text)
@@ -113,34 +125,30 @@ class Worker(Process):
 
     def stop(self) -> None:
         super().stop()
-        self._stream.close()
+        self._answers.close()
         self._line.close()
 
 
 class Daemon(Process):
-    """A kvstored. Started when it says that it serves."""
+    """A kvstored, which takes a moment until it serves: `await_ready`."""
 
     def __init__(self, directory: Path, cpu_size_bytes: int, ssd_size_bytes: int) -> None:
         self.socket = directory / "kvstored.sock"
         command = [sys.executable, "-m", "kvstored", "--tiers", "cpu,ssd", "--socket", str(self.socket)]
         command += ["--cpu-size", str(cpu_size_bytes), "--ssd-size", str(ssd_size_bytes)]
-        command += ["--ssd-dir", str(directory / "ssd")]
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
-            name = f"kvstored-demo-{os.getpid()}-{secrets.token_hex(4)}"
-            ready.bind(f"\0{name}")  # as systemd does; a name without a file
-            super().__init__("kvstored", command, directory / "kvstored.log", NOTIFY_SOCKET=f"@{name}")
-            try:
-                self._await_ready(ready)
-            except BaseException:
-                self.stop()
-                raise
+        command += ["--ssd-dir", str(directory / "ssd"), "--http", "off"]
+        name = f"kvstored-demo-{os.getpid()}-{secrets.token_hex(4)}"
+        self._told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._told.bind(f"\0{name}")  # as systemd does; a name without a file
+        super().__init__("kvstored", command, directory / "kvstored.log", NOTIFY_SOCKET=f"@{name}")
 
-    def _await_ready(self, ready: socket.socket) -> None:
+    def await_ready(self) -> None:
+        """Return when the daemon says that it serves."""
         give_up_at = time.monotonic() + _START_S
-        ready.settimeout(0.2)
+        self._told.settimeout(0.2)
         while time.monotonic() < give_up_at:
             try:
-                if b"READY=1" in ready.recv(4096).split(b"\n"):
+                if b"READY=1" in self._told.recv(4096).split(b"\n"):
                     return
             except TimeoutError:
                 if self.has_ended:
@@ -149,10 +157,28 @@ class Daemon(Process):
 
     def drain(self) -> None:
         """End the daemon as an operator does: what only memory holds is written out first."""
-        self._process.send_signal(signal.SIGTERM)
+        self._process.terminate()
         try:
             code = self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired as exc:
             raise self.failed(f"did not end within {_STOP_S:.0f} s of SIGTERM") from exc
         if code:
             raise self.failed(f"ended with exit code {code} after SIGTERM")
+
+    def stop(self) -> None:
+        super().stop()
+        self._told.close()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Generator[None]:
+    """Put off Ctrl-C and its like to the end of the block, so that what was started is also known."""
+    came: list[int] = []
+    usual = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])

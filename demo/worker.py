@@ -90,13 +90,14 @@ class Engine:
         else:
             loaded = self._prefixes.load(prompt)
         loaded_at = time.perf_counter()
-        tokens, first_at = self._generate(prompt, new_tokens, loaded.cache)
+        tokens, first_at, lead = self._generate(prompt, new_tokens, loaded.cache)
         answer: dict[str, Any] = {
             "tokens": tokens,
             "ttft_s": first_at - began_at,
             "load_s": loaded_at - began_at,
             "loaded_tokens": loaded.tokens,
             "failure": str(loaded.failure or ""),
+            "lead": lead,
         }
         if self._prefixes is not None:
             saving_at = time.perf_counter()
@@ -106,7 +107,8 @@ class Engine:
                 raise saved.failure or CapacityError(f"{saved.failed} of {len(saved)} blocks could not be stored")
         return answer
 
-    def _generate(self, prompt: list[int], new_tokens: int, cache: DynamicCache) -> tuple[list[int], float]:
+    def _generate(self, prompt: list[int], new_tokens: int, cache: DynamicCache) -> tuple[list[int], float, float]:
+        """Return the tokens, when the first was there, and by how much of a logit the closest choice was made."""
         first = FirstToken()
         ids = torch.tensor([prompt])
         output = self._model.generate(
@@ -116,8 +118,12 @@ class Engine:
             streamer=first,
             max_new_tokens=new_tokens,
             do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
-        return output[0, len(prompt) :].tolist(), first.at
+        best = torch.cat(output.logits).topk(2).values
+        lead = float((best[:, 0] - best[:, 1]).min())
+        return output.sequences[0, len(prompt) :].tolist(), first.at, lead
 
 
 def main() -> None:
