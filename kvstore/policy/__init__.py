@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvstore.policy.base import Policy
 from kvstore.policy.lru import LeastRecentlyUsed
+from kvstore.policy.reuse import ReuseClasses
 
-POLICIES: dict[str, type[LeastRecentlyUsed]] = {"lru": LeastRecentlyUsed}
+POLICIES: dict[str, Callable[[], Policy]] = {"lru": LeastRecentlyUsed, "reuse": ReuseClasses}
 
-__all__ = ["POLICIES", "LeastRecentlyUsed", "Policy"]
+__all__ = ["POLICIES", "LeastRecentlyUsed", "Policy", "ReuseClasses"]

@@ -16,33 +16,29 @@ class LeastRecentlyUsed:
         self._queue_of_lane: dict[int, int] = {}
         self._last_use = array("I")
 
-    def admit(self, row: int, lane: int, now: int) -> None:
+    def admit(self, row: int, lane: int, now: int, namespace: int, block_hash: bytes, uses: int) -> None:
         queue = self._queue(lane)
         if row >= len(self._last_use):
             self._last_use.extend([0] * max(1024, len(self._last_use) // 8, row + 1 - len(self._last_use)))
         self._last_use[row] = now
         self._queues.append(row, queue)
 
-    def admit_many(self, rows: Sequence[int], lane: int, now: int) -> None:
+    def admit_many(self, rows: Sequence[int], lane: int, now: int, namespace: int, hashes: Sequence[bytes]) -> None:
         if not rows:
             return
         last_use = self._last_use
         if (last := max(rows)) >= len(last_use):
-            last_use.extend(array("I", [0]) * max(1024, len(last_use) // 8, last + 1 - len(last_use)))
-        if isinstance(rows, range) and rows.step == 1:
-            last_use[rows.start : rows.stop] = array("I", [now]) * len(rows)
-        else:
-            for row in rows:
-                last_use[row] = now
+            last_use.extend([0] * max(1024, len(last_use) // 8, last + 1 - len(last_use)))
+        for row in rows:
+            last_use[row] = now
         self._queues.append_many(rows, self._queue(lane))
 
+    def restore(self, rows: Sequence[int], lane: int, now: int, namespace: int, hashes: Sequence[bytes]) -> None:
+        self.admit_many(rows, lane, now, namespace, hashes)
+
     def use(self, row: int, now: int) -> None:
-        queues = self._queues
-        queue = queues.queue_of[row]
         self._last_use[row] = now
-        if queues.newest[queue] != row:
-            queues.remove(row)
-            queues.append(row, queue)
+        self._queues.refresh(row)
 
     def use_many(self, rows: Sequence[int], now: int) -> None:
         last_use = self._last_use
@@ -52,12 +48,18 @@ class LeastRecentlyUsed:
             for row in rows:
                 self.use(row, now)
 
+    def renew(self, row: int, now: int, uses: int) -> None:
+        self.use(row, now)
+
     def remove(self, row: int) -> None:
         self._queues.remove(row)
 
     def coldest(self, lane: int) -> Iterator[int]:
         queue = self._queue_of_lane.get(lane)
         return iter(()) if queue is None else self._queues.from_oldest(queue)
+
+    def rank(self, row: int) -> float:
+        return self._last_use[row]
 
     def last_use(self, row: int) -> int:
         return self._last_use[row]

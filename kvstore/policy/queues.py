@@ -100,6 +100,24 @@ class RowQueues:
         self.length[queue] -= 1
         return queue
 
+    def refresh(self, row: int) -> None:
+        """Move a row to the new end of its queue."""
+        queue = self.queue_of[row]
+        last = self.newest[queue]
+        if row == last:
+            return
+        older, newer = self.older, self.newer
+        before, after = older[row], newer[row]
+        if before == _END:
+            self.oldest[queue] = after
+        else:
+            newer[before] = after
+        older[after] = before
+        older[row] = last
+        newer[row] = _END
+        newer[last] = row
+        self.newest[queue] = row
+
     def ends_with(self, rows: Sequence[int]) -> bool:
         """Return whether these rows, in this order, are the newest of one queue: then moving them changes nothing."""
         if not rows:
