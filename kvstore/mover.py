@@ -80,7 +80,7 @@ class Mover:
         self._queue: deque[tuple[int, int]] = deque()  # row and generation: a row may get another block meanwhile
         self._queued: dict[int, int] = {}  # generation -> its size in `queued_bytes`
         self._loads: dict[int, Load] = {}
-        self._victims = Victims(catalog, Tier.SSD, disk, self._in_memory)
+        self._victims = Victims(catalog, Tier.SSD, disk, self._in_memory, spared_are_in_use=True)
         self._durable: dict[int, list[asyncio.Future[bool]]] = {}  # generation -> who wait for its write
         self._deleting_now = asyncio.Lock()
         self._writes = asyncio.Semaphore(_BATCHES_IN_FLIGHT)

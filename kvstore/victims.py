@@ -36,13 +36,25 @@ class Space(Protocol):
 
 
 class Victims:
-    """Decides for one tier. `spared` says which rows to pass over while others near the cold end will do."""
+    """Decides for one tier. `spared` says which rows to pass over while others near the cold end will do.
 
-    def __init__(self, catalog: Catalog, tier: Tier, space: Space, spared: Callable[[int], bool]) -> None:
+    `spared_are_in_use`: those are no colder than others for standing there, and are moved out of the way as well.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        tier: Tier,
+        space: Space,
+        spared: Callable[[int], bool],
+        *,
+        spared_are_in_use: bool = False,
+    ) -> None:
         self._catalog = catalog
         self._tier = tier
         self._space = space
         self._spared = spared
+        self._spared_are_in_use = spared_are_in_use
         self._policy = catalog.policies[tier]
 
     def for_slot(self, slot_bytes: int) -> Sequence[int]:
@@ -71,14 +83,17 @@ class Victims:
             looked_at = 0
             in_use: list[int] = []
             for row in self._policy.coldest(lane):
+                if len(in_use) >= _IN_USE_MAX:
+                    break
                 if not self._catalog.is_evictable(row, self._tier):
                     in_use.append(row)
-                    if len(in_use) >= _IN_USE_MAX:
-                        break
                     continue
                 rank = (self._spared(row), self._policy.last_use(row))
                 if best_rank is None or rank < best_rank:
                     best, best_rank = row, rank
+                if rank[0] and self._spared_are_in_use:
+                    in_use.append(row)
+                    continue
                 looked_at += 1
                 if not rank[0] or looked_at >= _LOOK_AHEAD:
                     break
