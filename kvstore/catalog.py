@@ -131,6 +131,11 @@ class Catalog:
 
     # ---- finding
 
+    def is_over(self, tenancy: Tenancy, block_hash: bytes) -> bool:
+        """Whether a block is there but its life is over: `find` will drop it."""
+        row = tenancy.rows.get(block_hash)
+        return row is not None and self.table.expires_s[row] <= self._now_s() and row not in self.pinned
+
     def find(self, tenancy: Tenancy, block_hash: bytes) -> int | None:
         """Return the row of a visible block that has not expired."""
         row = tenancy.rows.get(block_hash)
@@ -140,7 +145,7 @@ class Catalog:
         return None
 
     def leading_rows(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> list[int]:
-        """Return the rows of the leading run of visible blocks; written for batches of thousands."""
+        """Return the rows of the leading run of visible blocks that have not expired; made for batches of thousands."""
         found = list(map(tenancy.rows.get, hashes))
         rows: list[int] = found[: found.index(None)] if None in found else found  # type: ignore[assignment]
         if not tenancy.any_expire or not rows:
@@ -149,7 +154,6 @@ class Catalog:
         if min(map(self.table.expires_s.__getitem__, rows)) <= now_s:
             for position, row in enumerate(rows):
                 if self.table.expires_s[row] <= now_s and row not in self.pinned:
-                    self.drop(row, Cause.TTL)
                     return rows[:position]
         return rows
 

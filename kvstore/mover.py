@@ -197,13 +197,13 @@ class Mover:
         return batch
 
     async def _write(self, batch: list[tuple[int, int]]) -> None:
-        table = self._catalog.table
         writes: list[DiskWrite] = []
-        outcomes = [Outcome.NOT_DURABLE] * len(batch)
-        written: dict[int, Tenancy] = {}
+        outcomes: Sequence[Outcome] = ()
         try:
             for tenancy in {self._tenancy(row).number: self._tenancy(row) for row, _ in batch}.values():
                 await self.register(tenancy)
+            # No await from here to the write: a record's epoch is that of a namespace the block is visible in.
+            batch = [(row, address) for row, address in batch if self._still_wanted(row, address)]
             writes = [DiskWrite(address, self._record(row), self._payload(row)) for row, address in batch]
             outcomes = await self._disk.write(writes)
         except KVStoreError:
@@ -214,22 +214,43 @@ class Mover:
             self._writing -= 1
             self._writes.release()
         for at, (row, address) in enumerate(batch):
-            durable = outcomes[at] is Outcome.DURABLE
+            durable = bool(outcomes) and outcomes[at] is Outcome.DURABLE
             if durable:
-                table.checksum[row] = writes[at].record.checksum
+                self._catalog.table.checksum[row] = writes[at].record.checksum
                 self._disk.set_owner(address, row)
-                self._catalog.counters[Tier.SSD].demotions += 1
-                self._catalog.counters[Tier.SSD].bytes_in += self._tenancy(row).block_bytes
-                self._catalog.filled(row, Tier.SSD)
-            else:
-                self._catalog.fail(row, Tier.SSD)
-                self._catalog.counters[Tier.SSD].demotions_dropped += 1
-            self._tell_durable(table.generation[row], durable)
-            written[self._tenancy(row).number] = self._tenancy(row)
-            self._catalog.unhold(row)
-        for tenancy in written.values():
+            self._settle_write(row, durable=durable)
+        for tenancy in {self._tenancy(row).number: self._tenancy(row) for row, _ in batch}.values():
             self.free_ahead(tenancy)
         self._signal()
+
+    def _still_wanted(self, row: int, address: int) -> bool:
+        """Return whether a block of a batch is still visible; if not, its write is called off."""
+        if self._catalog.is_visible(row):
+            return True
+        self._disk.release(address)
+        self._settle_write(row, durable=False)
+        return False
+
+    def _settle_write(self, row: int, *, durable: bool) -> None:
+        generation, counters = self._catalog.table.generation[row], self._catalog.counters[Tier.SSD]
+        if durable:
+            counters.demotions += 1
+            counters.bytes_in += self._tenancy(row).block_bytes
+            self._catalog.filled(row, Tier.SSD)
+        else:
+            counters.demotions_dropped += 1
+            self._catalog.fail(row, Tier.SSD)
+        self._tell_durable(generation, durable)
+        self._catalog.unhold(row)
+
+    async def writes_of(self, rows: Iterable[int]) -> None:
+        """Return when no write of these blocks is in flight any more; what they have written may have to be deleted."""
+        table, loop = self._catalog.table, asyncio.get_running_loop()
+        for row in rows:
+            if table.state[Tier.SSD][row] == Copy.FILLING:
+                written: asyncio.Future[bool] = loop.create_future()
+                self._durable.setdefault(table.generation[row], []).append(written)
+                await written
 
     def _give_up(self, generation: int, address: int | None) -> None:
         if address is not None:

@@ -71,8 +71,9 @@ class Arrival:
 
 @dataclass(slots=True)
 class PutLimits:
-    """What may be reserved or in quarantine, in all and for one session; and how long a put may take."""
+    """Bytes that may be open, open or in quarantine, and in quarantine for one session; how long a put may take."""
 
+    open_bytes: int
     total_bytes: int
     session_bytes: int
     reservation_s: float
@@ -335,6 +336,7 @@ class Puts:
         if ticket.arena is not None:
             return ticket.arena.allocate_many(slot_bytes, count)
         left_bytes = min(
+            self.limits.open_bytes - self.reserved_bytes,
             self.limits.total_bytes - self.reserved_bytes - self.quarantined_bytes,
             self.limits.session_bytes - ticket.session.quarantined_bytes,
         )

@@ -71,6 +71,7 @@ class Reads:
     def lookup(self, tenancy: Tenancy, request: Lookup) -> Found:
         """Return what is there; counts every key as queried, and as a hit or a miss."""
         catalog, hashes = self._catalog, request.hashes
+        over = self._over(tenancy, hashes)
         if request.run:
             rows: Sequence[int | None] = catalog.leading_rows(tenancy, hashes)
         else:
@@ -80,6 +81,8 @@ class Reads:
         within = self._within_budget(found, residency, request.max_ms)
         outcomes = bytearray([Outcome.ABSENT]) * len(hashes)
         tiers = bytearray(len(hashes))
+        for position in over:
+            outcomes[position] = Outcome.EXPIRED
         if request.run:
             hits = within
             outcomes[:hits] = bytes([Outcome.HIT]) * hits
@@ -96,6 +99,15 @@ class Reads:
             hits = next((at for at, row in enumerate(outcomes) if row != Outcome.HIT), len(outcomes))
         self._count(tenancy, outcomes, tiers)
         return Found(request.id, hits, bytes(outcomes), bytes(tiers))
+
+    def _over(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> list[int]:
+        """Return the positions of blocks whose life is over; they are dropped."""
+        if not tenancy.any_expire:
+            return []
+        over = [at for at, block_hash in enumerate(hashes) if self._catalog.is_over(tenancy, block_hash)]
+        for position in over:
+            self._catalog.find(tenancy, hashes[position])
+        return over
 
     def _within_budget(self, rows: Sequence[int], residency: bytes, max_ms: float | None) -> int:
         """Return how many leading rows are in memory or can be loaded within `max_ms`."""
@@ -147,6 +159,7 @@ class Reads:
         """
         deadline_s = self._clock.monotonic_s() + request.deadline_s
         reasons = dict.fromkeys(request.hashes, Outcome.ABSENT)
+        reasons.update((request.hashes[at], Outcome.EXPIRED) for at in self._over(tenancy, request.hashes))
         if request.wait_s:
             wait_s = min(request.wait_s, request.deadline_s)
             reasons.update(await self.wait(tenancy, request.hashes, wait_s))

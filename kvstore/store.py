@@ -101,7 +101,7 @@ class Store:
         )  # fmt: skip
         usable = self.memory.grantable_bytes()
         self.leases = Leases(self.catalog, usable // 2, min(self.memory.transit_bytes, usable // 4))
-        limits = PutLimits(usable // 4, usable // 8, settings.reservation_s)
+        limits = PutLimits(usable // 4, usable // 2, usable // 8, settings.reservation_s)
         self.puts = Puts(self.catalog, self.memory, self.room, limits, self.note_use)
         window_bytes = min(WINDOW_BYTES_MAX, max(usable // 16, 2 << 20))
         self.reads = Reads(
@@ -334,11 +334,15 @@ class Store:
         On ssd a block that is being read now goes when that read ends.
         """
         outcomes = bytearray()
+        dropped: list[int] = []
         for block_hash in hashes:
             row = self.catalog.find(tenancy, block_hash)
             outcomes.append(Outcome.ABSENT if row is None else Outcome.DONE)
             if row is not None:
+                dropped.append(row)
                 self.catalog.drop(row, Cause.DROP)
+        if self.mover is not None:
+            await self.mover.writes_of(dropped)
         while self.mover is not None and await self.mover.delete_departed():
             pass
         return bytes(outcomes)

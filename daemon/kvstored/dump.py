@@ -31,7 +31,7 @@ from kvstore.block import Namespace
 from kvstore.checksum import NOT_COMPUTED, checksum
 from kvstore.errors import BadRecord, NamespaceMismatch, TierFull, UnavailableError, UsageError
 from kvstore.lease import Session
-from kvstore.store import Store
+from kvstore.store import Store, in_thread
 from kvstore.table import NEVER_S, Tier
 from kvstore.tenancy import Tenancy
 from kvstore.tiers.disk_recency import sync_directory
@@ -159,7 +159,7 @@ async def _write_blocks(store: Store, tenancy: Tenancy, file: Any, progress: Pro
 async def _record(store: Store, row: int) -> bytes:
     table = store.catalog.table
     view = store.memory.view(table.slot[Tier.CPU][row], store.block_bytes(row))
-    found = await asyncio.to_thread(checksum, view)
+    found = await in_thread(lambda: checksum(view))
     if table.checksum[row] not in (NOT_COMPUTED, found):
         raise BadRecord("a block in memory does not match its checksum: run kvctl check --verify, then dump again")
     expires_s, block_hash = table.expires_s[row], table.hash[row]

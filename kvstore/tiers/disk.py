@@ -35,6 +35,7 @@ from kvstore.clock import Clock
 from kvstore.errors import Closing, TierFull, TierUnavailable
 from kvstore.tiers import disk_layout as layout
 from kvstore.tiers import disk_recency
+from kvstore.tiers.disk_check import DiskCheck
 from kvstore.tiers.disk_commit import GroupCommit, Place
 from kvstore.tiers.disk_health import Health
 from kvstore.tiers.disk_io import BlockCorrupt, BlockIO
@@ -42,7 +43,7 @@ from kvstore.tiers.disk_open import Found, open_directory
 from kvstore.tiers.disk_records import Columns, DiskNamespace, DiskPin, DiskRead, DiskUsage, DiskWrite, SegmentUsage
 from kvstore.tiers.disk_slots import Slots
 from kvstore.tiers.disk_write import Writer, cut_jobs
-from kvstore.tiers.index import Changes, SegmentShape
+from kvstore.tiers.index import Changes
 from kvstore.tiers.segments import SegmentLost
 from kvstore.wire import Outcome
 
@@ -452,35 +453,7 @@ class DiskTier:
         Blocks that are being written or deleted meanwhile are not judged.
         """
         self._check_open()
-        problems: list[str] = []
-        try:
-            self._space.check_integrity()
-        except AssertionError as exc:
-            problems.append(f"slab: {exc}")
-        used, moving = self._slots.used(), self._slots.moving()
-        recorded, shapes, sizes = await self._commit.on_index_thread(self._read_all)
-        used |= self._slots.used()
-        moving |= self._slots.moving()
-        named = set(recorded)
-        if len(named) < len(recorded):
-            problems.append(f"index: {len(recorded) - len(named)} records name a slot that another record names")
-        if unknown := named - used:
-            problems.append(f"index: {len(unknown)} records name free slots, the first {min(unknown)}")
-        if missing := used - named - moving:
-            problems.append(f"slab: {len(missing)} used slots have no record, the first {min(missing)}")
-        for region in self._space.slab.regions():
-            segment = region.first_chunk
-            shape, size_bytes = self._space.shape(segment)
-            if shapes.get(segment, shape) != shape:
-                problems.append(f"index: segment {segment} is recorded as {shapes[segment]}, not {shape}")
-            if segment not in self._space.unmade and sizes.get(segment, 0) < size_bytes:
-                problems.append(f"segment {segment}: its file has {sizes.get(segment, 0)} of {size_bytes} bytes")
-        return problems
-
-    def _read_all(self) -> tuple[list[int], dict[int, SegmentShape], dict[int, int]]:
-        index = self._found.index
-        addresses = [a for _, columns in index.load_columns(index.load_recorded_segments()) for a in columns.addresses]
-        return addresses, index.load_segments(), self._files.sizes()
+        return await DiskCheck(self._space, self._slots, self._commit, self._found.index, self._files).problems()
 
     # ---- helpers
 
