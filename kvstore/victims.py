@@ -78,7 +78,7 @@ class Victims:
 
     def _coldest(self, lanes: list[int]) -> int | None:
         best: int | None = None
-        best_rank: tuple[bool, int] | None = None
+        best_rank: tuple[bool, float] | None = None
         for lane in lanes:
             looked_at = 0
             in_use: list[int] = []
@@ -88,7 +88,7 @@ class Victims:
                 if not self._catalog.is_evictable(row, self._tier):
                     in_use.append(row)
                     continue
-                rank = (self._spared(row), self._policy.last_use(row))
+                rank = (self._spared(row), self._policy.rank(row))
                 if best_rank is None or rank < best_rank:
                     best, best_rank = row, rank
                 if rank[0] and self._spared_are_in_use:
@@ -99,7 +99,8 @@ class Victims:
                     break
             if len(in_use) >= _IN_THE_WAY:
                 # Else thousands of pins and leases would gather there, to be looked at for every victim.
-                self._policy.use_many(in_use, self._catalog.tick())
+                for row in in_use:
+                    self._policy.renew(row, self._catalog.tick(), 0)
         return best
 
     def _colder_region(self, slot_bytes: int, own: int | None) -> Sequence[int] | None:
