@@ -2,12 +2,13 @@
 
     python -m bench.disk [--json] [--restart-blocks N] [--directory DIR]
 
-Rounds of the bare loop's writes, puts that return when durable, the bare loop's reads and gets from ssd follow each other, over
-the same number of 1 MiB blocks; a row's ratio is the median over rounds of (loop time / operation time). The loop writes and
-reads preallocated files with O_DIRECT from 4 threads, and syncs once. Before a get the blocks are evicted from memory.
+Rounds of the bare loop's writes, puts that return when durable, the bare loop's reads and gets from ssd follow each
+other, over the same number of 1 MiB blocks; a row's ratio is the median over rounds of (loop time / operation time).
+The loop writes and reads preallocated files with O_DIRECT from 4 threads, and syncs once. Before a get the blocks are
+evicted from memory.
 
-The restart row: a store of 1 M blocks of 4 KiB on ssd is killed (kill -9, so there is nothing but the index to go by); the time
-runs from exec to the first hit. The page cache is warm.
+The restart row: a store of 1 M blocks of 4 KiB on ssd is killed (kill -9, so there is nothing but the index to go
+by); the time runs from exec to the first hit. The page cache is warm.
 """
 
 from __future__ import annotations
@@ -18,11 +19,22 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.common import (
-    START_S, Buffer, Daemon, finish, hardware, median, namespace, quantile, running_daemon, tell, timed,
+    START_S,
+    Buffer,
+    Daemon,
+    finish,
+    hardware,
+    median,
+    namespace,
+    quantile,
+    running_daemon,
+    tell,
+    timed,
 )  # fmt: skip
 from kvclient import NamespaceHandle
 from kvstore import wire
@@ -83,10 +95,10 @@ def throughput(daemon: Daemon) -> list[dict[str, Any]]:
             tell(f"round {number} of {ROUNDS}")
             hashes = [os.urandom(32) for _ in range(BATCH)]
             write_s = timed(loop.write)
-            put_s = timed(lambda hashes=hashes: put_durably(blocks, hashes, put_from))
+            put_s = timed(partial(put_durably, blocks, hashes, put_from))
             client.admin(wire.Evict(0, "cpu"))
             read_s = timed(loop.read)
-            get_s = timed(lambda hashes=hashes: get_all(blocks, hashes, get_into))
+            get_s = timed(partial(get_all, blocks, hashes, get_into))
             if target.map[:] != source.map[:]:
                 raise SystemExit("what was read is not what was written")
             blocks.drop(hashes)
@@ -165,7 +177,7 @@ def first_hit_s(daemon: Daemon, block_hash: bytes) -> float:
 
 def main() -> None:
     """Run every case and print the rows."""
-    parser = argparse.ArgumentParser(prog="python -m bench.disk", description="the ssd tier beside a bare O_DIRECT loop")
+    parser = argparse.ArgumentParser(prog="python -m bench.disk", description="the ssd tier beside a bare loop")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--restart-blocks", type=int, default=1_000_000, help="blocks in the restarted store; 0: skip")
     parser.add_argument("--directory", type=Path, help="where to make the files (default: the temporary directory)")

@@ -2,10 +2,11 @@
 
     python -m bench.local [--json] [--quick]
 
-Rounds of memcpy, put and get of the same batch follow each other; a row's ratio is the median over rounds of (memcpy time
-/ operation time). One warm-up round isn't counted. The client's page tables are filled beforehand, as an engine does at
-its start. `mode`: "deferred" is trusted mode on the cpu tier alone, "checksum" computes checksums at seal, "strict" is
-strict mode. Two clients are two processes that put and get at the same time, beside two memcpys at the same time.
+Rounds of memcpy, put and get of the same batch follow each other; a row's ratio is the median over rounds of (memcpy
+time / operation time). One warm-up round isn't counted. The client's page tables are filled beforehand, as an engine
+does at its start. `mode`: "deferred" is trusted mode on the cpu tier alone, "checksum" computes checksums at seal,
+"strict" is strict mode. Two clients are two processes that put and get at the same time, beside two memcpys at the
+same time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -66,9 +68,9 @@ def measure(socket: Path, case: Case, seed: int, barrier: Barrier | None = None)
             in_step()
             copied_s = memcpy_s(target.address, source.address, case.block_bytes, case.batch)
             in_step()
-            put_s = timed(lambda hashes=hashes: blocks.store(hashes, put_from))
+            put_s = timed(partial(blocks.store, hashes, put_from))
             in_step()
-            get_s = timed(lambda hashes=hashes: blocks.fetch(hashes, get_into))
+            get_s = timed(partial(blocks.fetch, hashes, get_into))
             for name, value in (("memcpy", copied_s), ("put", put_s), ("get", get_s)):
                 times[name].append(value)
             if target.map[: case.total_bytes] != source.map[: case.total_bytes]:

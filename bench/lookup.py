@@ -125,8 +125,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     report = {"bench": "lookup", "hardware": hardware(), "store_blocks": options.blocks, "rows": rows}
     cpu_bytes = options.blocks * BLOCK_BYTES * 5 // 4 + (512 << 20)
-    flags = ("--tiers", "cpu,ssd", "--ssd-dir", "{ssd}", "--ssd-size", "2GiB", "--write-policy", "through", "--http", "off")
-    with running_daemon(*flags, "--cpu-size", str(cpu_bytes), "--write-queue", "64MiB") as daemon, daemon.client() as client:
+    flags = (
+        "--tiers", "cpu,ssd", "--ssd-dir", "{ssd}", "--ssd-size", "2GiB", "--write-policy", "through",
+        "--write-queue", "64MiB", "--cpu-size", str(cpu_bytes), "--http", "off",
+    )  # fmt: skip
+    with running_daemon(*flags) as daemon, daemon.client() as client:
         blocks = client.namespace(namespace(BLOCK_BYTES, "bench-lookup"))
         tell(f"storing {options.blocks} blocks")
         hashes = fill(blocks, options.blocks)

@@ -2,8 +2,9 @@
 
     python -m bench.memory [--json] [--blocks N]
 
-RssAnon is read while a store of 4 KiB blocks grows from a tenth of N to N: the slope is what one more block costs. Then, at a
-constant number of blocks: 10,000 connects, 1 M puts (each evicting a block) and 100,000 misses; RssAnon may not grow.
+RssAnon is read while a store of 4 KiB blocks grows from a tenth of N to N: the slope is what one more block costs.
+Then, at a constant number of blocks: 10,000 connects, 1 M puts (each evicting a block) and 100,000 misses; RssAnon
+may not grow.
 """
 
 from __future__ import annotations

@@ -1,56 +1,44 @@
-"""Moves bytes between the cpu and the ssd tier: batched demotions, shared loads, deletes ahead of need.
+"""Moves bytes to the ssd tier: demotions in batches, and deletes ahead of need. Loads are in loads.py.
 
 Theory of operation. Rows to be written stand in a queue without being held, so they may still be evicted; a batch
-holds its rows from the moment it is cut until its writes are durable. A load belongs to the catalog: one in flight a
-block, joined by whoever wants it; each waiter holds the row, so what was loaded stays until the waiter is done with
-it. Victims on ssd are deleted before their slots are needed; a slot is free again when its delete is durable.
+holds its rows from the moment it is cut until its writes are durable. Victims on ssd are deleted before their slots
+are needed; a slot is free again when its delete is durable.
 
 Invariants
-1. A row is held while bytes move from or to one of its slots.
-2. At most one load and one demotion of a block are in flight.
+1. A row is held while its bytes are written, and at most one demotion of it is in flight.
+2. A record's epoch is that of a namespace in which its block was visible when the write began.
 3. What can't be written now is dropped from the queue and counted; nothing here makes an engine wait.
-4. Cancelling a waiter never cancels a load that others wait for; I/O that has begun is always waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvstore.catalog import Catalog
 from kvstore.counters import Cause
 from kvstore.errors import KVStoreError
 from kvstore.lifecycle import Copy
+from kvstore.loads import Loads, disk_record
+from kvstore.progress import Progress
 from kvstore.room import Room
 from kvstore.table import Tier
 from kvstore.tenancy import Tenancy
 from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.disk_records import DiskRead, DiskRecord, DiskWrite
+from kvstore.tiers.disk_records import DiskWrite
 from kvstore.tiers.memory import MemoryTier
 from kvstore.victims import Victims
 from kvstore.wire import Outcome
 
 _BATCH_BYTES = 16 << 20
 _BATCHES_IN_FLIGHT = 8
-_LOAD_JOB_BYTES = 4 << 20
 _FREE_AHEAD_SHARE = 64  # one part in 64 of the ssd tier is kept free ahead of need
 _ROOM_ROUNDS = 20
 _ROOM_ROUND_S = 0.25
 _DELETE_PAUSE_S = 0.05
 _DELETES_MAX = 4096
-
-
-@dataclass(eq=False, slots=True)
-class Load:
-    """A block on its way from ssd to memory. `outcome` is set once; HIT: it is READY in the cpu tier."""
-
-    row: int
-    offset: int
-    outcome: asyncio.Future[Outcome]
 
 
 class Mover:
@@ -68,8 +56,6 @@ class Mover:
         quotas: Mapping[str, int],
     ) -> None:
         self.queued_bytes = 0
-        self.load_bytes_in_flight = 0
-        self.load_bytes_per_s = 400e6  # a moving average, for load budgets; starts as a modest ssd's
         self._catalog = catalog
         self._memory = memory
         self._room = room
@@ -79,7 +65,6 @@ class Mover:
         self._queue_bytes_max = queue_bytes_max
         self._queue: deque[tuple[int, int]] = deque()  # row and generation: a row may get another block meanwhile
         self._queued: dict[int, int] = {}  # generation -> its size in `queued_bytes`
-        self._loads: dict[int, Load] = {}
         self._victims = Victims(catalog, Tier.SSD, disk, self._in_memory, spared_are_in_use=True)
         self._durable: dict[int, list[asyncio.Future[bool]]] = {}  # generation -> who wait for its write
         self._deleting_now = asyncio.Lock()
@@ -88,13 +73,15 @@ class Mover:
         self._deleting = 0  # index entries
         self._work_deletes = asyncio.Event()
         self._work = asyncio.Event()
-        self._progress = asyncio.Event()  # replaced whenever something was written, deleted or loaded
+        self.progress = Progress()  # something was written, deleted or loaded
+        self.loads = Loads(catalog, memory, room, disk, self.progress)
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
         """Write and delete until cancelled; cancellation waits for I/O that has begun."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
+            self.loads.start(tasks)
             tasks.create_task(self._write_forever(), name="mover-writes")
             tasks.create_task(self._delete_forever(), name="mover-deletes")
 
@@ -150,10 +137,6 @@ class Mover:
         """Whether nothing is queued, being written, or to be deleted."""
         return not (self._queue or self._writing or self._deleting or self._catalog.departed)
 
-    async def changed(self) -> None:
-        """Return when something was written, deleted or loaded since this call."""
-        await self._progress.wait()
-
     async def _write_forever(self) -> None:
         assert self._tasks is not None
         while True:
@@ -167,7 +150,7 @@ class Mover:
                 self._tasks.create_task(self._write(batch), name="mover-write")
             else:
                 self._writes.release()
-                self._signal()
+                self.progress.signal()
 
     async def _next_batch(self) -> list[tuple[int, int]]:
         """Return rows and the ssd addresses they go to; each is held and its copy there is FILLING."""
@@ -204,7 +187,7 @@ class Mover:
                 await self.register(tenancy)
             # No await from here to the write: a record's epoch is that of a namespace the block is visible in.
             batch = [(row, address) for row, address in batch if self._still_wanted(row, address)]
-            writes = [DiskWrite(address, self._record(row), self._payload(row)) for row, address in batch]
+            writes = [DiskWrite(address, disk_record(self._catalog, row), self._payload(row)) for row, address in batch]
             outcomes = await self._disk.write(writes)
         except KVStoreError:
             if not writes:
@@ -221,7 +204,7 @@ class Mover:
             self._settle_write(row, durable=durable)
         for tenancy in {self._tenancy(row).number: self._tenancy(row) for row, _ in batch}.values():
             self.free_ahead(tenancy)
-        self._signal()
+        self.progress.signal()
 
     def _still_wanted(self, row: int, address: int) -> bool:
         """Return whether a block of a batch is still visible; if not, its write is called off."""
@@ -292,7 +275,7 @@ class Mover:
                 return None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ROOM_ROUND_S):
-                    await self._progress.wait()
+                    await self.progress.wait()
         return None
 
     def _meet_quota(self, tenancy: Tenancy) -> bool:
@@ -353,7 +336,7 @@ class Mover:
                 self._deleting -= len(rows)
                 for row in rows:
                     self._catalog.gone(row)
-                self._signal()
+                self.progress.signal()
             return len(rows)
 
     @property
@@ -362,110 +345,6 @@ class Mover:
 
     def _in_memory(self, row: int) -> bool:
         return bool(self._catalog.table.residency[row] & Tier.CPU.bit)
-
-    # ---- loads
-
-    def load(self, rows: Sequence[int]) -> list[Load | None]:
-        """Return a load for each block that is on ssd only: the one in flight or a new one; None: no slot is free.
-
-        Each row with a load is held once for the caller, who must call `Catalog.unhold` when done with it.
-        """
-        loads: list[Load | None] = []
-        fresh: list[Load] = []
-        for row in rows:
-            load = self._loads.get(row)
-            if load is None:
-                offset = self._room.take(self._tenancy(row), for_load=True)
-                if offset is None:
-                    loads.append(None)
-                    continue
-                load = Load(row, offset, asyncio.get_running_loop().create_future())
-                self._catalog.hold(row)
-                self._catalog.fill(row, Tier.CPU, offset)
-                self._loads[row] = load
-                fresh.append(load)
-            self._catalog.hold(row)
-            loads.append(load)
-        self._start(fresh)
-        return loads
-
-    def loading(self, row: int) -> bool:
-        return row in self._loads
-
-    @property
-    def loads_in_flight(self) -> int:
-        return len(self._loads)
-
-    def load_s(self, size_bytes: int) -> float:
-        """Return how long loading this many bytes would take, behind what is in flight already."""
-        return (self.load_bytes_in_flight + size_bytes) / self.load_bytes_per_s
-
-    def _start(self, loads: list[Load]) -> None:
-        assert self._tasks is not None or not loads, "the mover is not running"
-        at = 0
-        while at < len(loads):
-            end, size_bytes = at, 0
-            while end < len(loads) and (end == at or size_bytes + self._size(loads[end].row) <= _LOAD_JOB_BYTES):
-                size_bytes += self._size(loads[end].row)
-                end += 1
-            self.load_bytes_in_flight += size_bytes
-            self._tasks.create_task(self._load(loads[at:end], size_bytes), name="mover-load")  # type: ignore[union-attr]
-            at = end
-
-    async def _load(self, loads: list[Load], size_bytes: int) -> None:
-        table = self._catalog.table
-        loop = asyncio.get_running_loop()
-        begun_s, ahead_bytes = loop.time(), self.load_bytes_in_flight
-        reads: list[DiskRead] = []
-        outcomes: list[Outcome] = [Outcome.UNAVAILABLE] * len(loads)
-        try:
-            for load in loads:
-                destination = self._memory.view(load.offset, self._tenancy(load.row).block_bytes)
-                reads.append(DiskRead(table.slot[Tier.SSD][load.row], self._record(load.row), destination))
-            outcomes = await self._disk.read(reads)
-        except KVStoreError:
-            pass  # the outcomes say UNAVAILABLE
-        finally:
-            self.load_bytes_in_flight -= size_bytes
-            for load, outcome in zip(loads, outcomes, strict=True):
-                self._loaded(load, outcome)
-            self._signal()
-        rate = ahead_bytes / max(loop.time() - begun_s, 1e-4)
-        self.load_bytes_per_s += (rate - self.load_bytes_per_s) * 0.1
-
-    def _loaded(self, load: Load, outcome: Outcome) -> None:
-        row, table, counters = load.row, self._catalog.table, self._catalog.counters
-        del self._loads[row]
-        if outcome is Outcome.HIT:
-            self._memory.set_owners((load.offset,), (row,))
-            self._catalog.filled(row, Tier.CPU)
-            counters[Tier.CPU].promotions += 1
-            counters[Tier.SSD].bytes_out += self._tenancy(row).block_bytes
-            if not self._catalog.is_visible(row):
-                outcome = Outcome.ABSENT  # dropped meanwhile
-        else:
-            self._memory.free(self._catalog.fail(row, Tier.CPU))
-            if outcome is Outcome.CORRUPT:
-                counters[Tier.SSD].checksum_failures += 1
-                if table.state[Tier.SSD][row] == Copy.READY:
-                    self._catalog.leave(row, Tier.SSD, Cause.DROP)
-            else:
-                counters[Tier.SSD].io_errors += 1
-        if not load.outcome.done():
-            load.outcome.set_result(outcome)
-        self._catalog.unhold(row)
-
-    async def verify(self, rows: Sequence[int]) -> set[int]:
-        """Return those of these blocks, which the caller holds, whose bytes on ssd are not what was written."""
-        bad: set[int] = set()
-        for row in rows:
-            scratch = memoryview(mmap.mmap(-1, self._size(row)))  # page-aligned, as O_DIRECT wants it
-            destination = scratch[: self._tenancy(row).block_bytes]
-            address = self._catalog.table.slot[Tier.SSD][row]
-            outcomes = await self._disk.read([DiskRead(address, self._record(row), destination)])
-            if outcomes[0] is not Outcome.HIT:
-                bad.add(row)
-        return bad
 
     # ---- small things
 
@@ -478,21 +357,6 @@ class Mover:
             tenancy.disk_number = number
         return tenancy.disk_number
 
-    def _record(self, row: int) -> DiskRecord:
-        table, tenancy = self._catalog.table, self._tenancy(row)
-        block_hash = table.hash[row]
-        assert block_hash is not None
-        assert tenancy.disk_number is not None
-        return DiskRecord(
-            namespace=tenancy.disk_number,
-            hash=block_hash,
-            length=tenancy.block_bytes,
-            generation=table.generation[row],
-            checksum=table.checksum[row],
-            epoch=tenancy.epoch,
-            expires_s=table.expires_s[row],
-        )
-
     def _payload(self, row: int) -> memoryview:
         return self._memory.view(self._catalog.table.slot[Tier.CPU][row], self._tenancy(row).block_bytes)
 
@@ -501,8 +365,3 @@ class Mover:
 
     def _size(self, row: int) -> int:
         return self._tenancy(row).slot_bytes
-
-    def _signal(self) -> None:
-        """Wake everybody who waits for room or progress."""
-        self._progress.set()
-        self._progress = asyncio.Event()

@@ -22,7 +22,7 @@ from kvstore.catalog import Catalog
 from kvstore.clock import Clock
 from kvstore.errors import TooManyLeases
 from kvstore.lease import Leases, Session
-from kvstore.mover import Load, Mover
+from kvstore.loads import Load, Loads
 from kvstore.puts import Arrival, Puts
 from kvstore.table import Tier
 from kvstore.tenancy import Tenancy
@@ -44,7 +44,7 @@ class ReadLimits:
 class Reads:
     """Answers lookups and acquires.
 
-    `mover` is None on a node without an ssd tier. `note_use` is told of the rows that were granted, tail of the
+    `loads` is None on a node without an ssd tier. `note_use` is told of the rows that were granted, tail of the
     prefix first; it may take its time, the answer doesn't wait for it.
     """
 
@@ -53,7 +53,7 @@ class Reads:
         catalog: Catalog,
         leases: Leases,
         puts: Puts,
-        mover: Mover | None,
+        loads: Loads | None,
         clock: Clock,
         limits: ReadLimits,
         note_use: Callable[[Sequence[int]], None],
@@ -63,7 +63,7 @@ class Reads:
         self._catalog = catalog
         self._leases = leases
         self._puts = puts
-        self._mover = mover
+        self._loads = loads
         self._clock = clock
 
     # ---- lookup
@@ -111,13 +111,13 @@ class Reads:
 
     def _within_budget(self, rows: Sequence[int], residency: bytes, max_ms: float | None) -> int:
         """Return how many leading rows are in memory or can be loaded within `max_ms`."""
-        if max_ms is None or self._mover is None:
+        if max_ms is None or self._loads is None:
             return len(rows)
         size_bytes = 0
         for position, row in enumerate(rows):
             if not residency[position] & Tier.CPU.bit:
                 size_bytes += self._catalog.slot_bytes(row)
-                if self._mover.load_s(size_bytes) * 1000 > max_ms:
+                if self._loads.expected_s(size_bytes) * 1000 > max_ms:
                     return position
         return len(rows)
 
@@ -249,8 +249,8 @@ class Reads:
             else:
                 cold[row] = None
         loads: dict[int, Load] = {}
-        if self._mover is not None:
-            for row, load in zip(cold, self._mover.load(list(cold)), strict=True):
+        if self._loads is not None:
+            for row, load in zip(cold, self._loads.load(list(cold)), strict=True):
                 if load is not None:
                     loads[row] = load
                     held.append(row)
@@ -378,10 +378,10 @@ class Reads:
             row = self._catalog.find(tenancy, block_hash)
             if row is None:
                 outcomes.append(Outcome.ABSENT)
-            elif self._catalog.table.residency[row] & Tier.CPU.bit or self._mover is None:
+            elif self._catalog.table.residency[row] & Tier.CPU.bit or self._loads is None:
                 outcomes.append(Outcome.HIT)
             else:
-                load = self._mover.load([row])[0]
+                load = self._loads.load([row])[0]
                 outcomes.append(Outcome.NO_ROOM if load is None else Outcome.HIT)
                 if load is not None:
                     self._catalog.unhold(row)

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from kvstore.block import Namespace
 from kvstore.catalog import Catalog
+from kvstore.checksum import NOT_COMPUTED, checksum
 from kvstore.clock import Clock, SystemClock
 from kvstore.counters import Cause
 from kvstore.errors import KVStoreError, TooLarge
@@ -105,7 +106,7 @@ class Store:
         self.puts = Puts(self.catalog, self.memory, self.room, limits, self.note_use)
         window_bytes = min(WINDOW_BYTES_MAX, max(usable // 16, 2 << 20))
         self.reads = Reads(
-            self.catalog, self.leases, self.puts, self.mover, clock,
+            self.catalog, self.leases, self.puts, None if self.mover is None else self.mover.loads, clock,
             ReadLimits(settings.lease_s_max, window_bytes, settings.verify_reads), self.note_use,
         )  # fmt: skip
         self.started_s = clock.monotonic_s()
@@ -319,7 +320,7 @@ class Store:
         """Return when a lease has ended or bytes have moved, or after a moment: room may have appeared."""
         waits = [asyncio.ensure_future(self.leases.released(min(timeout_s, _ROOM_ROUND_S)))]
         if self.mover is not None:
-            waits.append(asyncio.ensure_future(self.mover.changed()))
+            waits.append(asyncio.ensure_future(self.mover.progress.wait()))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -327,6 +328,25 @@ class Store:
                 wait.cancel()
 
     # ---- dropping
+
+    async def verify_in_memory(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> int:
+        """Drop those of these blocks whose bytes in memory don't match their checksums; return how many."""
+        table = self.catalog.table
+        found = {self.catalog.find(tenancy, block_hash) for block_hash in hashes} - {None}
+        rows = [row for row in found if row is not None and table.residency[row] & Tier.CPU.bit]
+        for row in rows:
+            self.catalog.hold(row)
+        try:
+            views = [self.memory.view(table.slot[Tier.CPU][row], self.block_bytes(row)) for row in rows]
+            sums = await in_thread(lambda: [checksum(view) for view in views])
+            bad = [row for row, s in zip(rows, sums, strict=True) if table.checksum[row] not in (NOT_COMPUTED, s)]
+            for row in bad:
+                self.catalog.counters[Tier.CPU].checksum_failures += 1
+                self.catalog.drop(row, Cause.DROP)
+            return len(bad)
+        finally:
+            for row in rows:
+                self.catalog.unhold(row)
 
     async def drop_blocks(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> bytes:
         """Make blocks invisible, durably when this returns; DONE or ABSENT for each.

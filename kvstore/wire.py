@@ -226,6 +226,16 @@ class Bye(Message, frozen=True, tag=19):
     """The client closes; it touches the pool no more. There is no reply."""
 
 
+class Corrupt(Message, frozen=True, tag=20):
+    """A reader found that these blocks' bytes in memory do not match their checksums. There is no reply.
+
+    The daemon looks for itself and drops what is corrupt.
+    """
+
+    ns: U64
+    hashes: Hashes
+
+
 # ---- requests of operators
 
 
@@ -404,7 +414,7 @@ class Report(Message, frozen=True, tag=74):
 Request = (
     Hello | Ping | Open | Lookup | Reserve | Seal | Forfeit | Acquire | Release | Prefetch | Wait | Cancel | Abort
     | Drop | GroupLookup | Pin | Unpin | Ttl | Bye | Stats | Status | Keys | DropNamespace | Evict | Check | Gc
-    | Drain | Dump | Load | DropBlocks
+    | Drain | Dump | Load | DropBlocks | Corrupt
 )  # fmt: skip
 Reply = Failure | Welcome | Done | Opened | Found | Reserved | Sealed | Acquired | Group | Progress | Report
 

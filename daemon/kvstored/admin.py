@@ -62,7 +62,7 @@ class Admin:
             return verb(connection, request)
         verb = self._changing.get(type(request))
         if verb is None:
-            raise UsageError(f"{type(request).__name__} is no request of this protocol")
+            raise UsageError(f"{type(request).__name__} comes once, at the beginning of a connection")
         if not connection.peer.admin:
             raise NotPermitted(
                 f"{type(request).__name__} needs the admin role, and uid {connection.peer.uid} has none: run it as a "
@@ -249,7 +249,7 @@ class Admin:
                 if table.checksum[row] not in (NOT_COMPUTED, found)
             }
             if store.mover is not None:
-                bad |= await store.mover.verify([row for row in held if table.residency[row] & Tier.SSD.bit])
+                bad |= await store.mover.loads.verify([row for row in held if table.residency[row] & Tier.SSD.bit])
             names = [block_hash.hex() for row in bad if (block_hash := table.hash[row]) is not None]
             for row in bad:
                 store.catalog.drop(row, Cause.DROP)

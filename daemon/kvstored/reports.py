@@ -101,7 +101,7 @@ def _cpu(store: Store) -> Body:
         "free_bytes": memory.capacity_bytes - memory.used_bytes,
         "pinned_bytes": store.leases.pinned_bytes,
         "blocks": sum(tenancy.blocks[Tier.CPU] for tenancy in store.catalog.tenancies),
-        "loads_in_flight": store.mover.loads_in_flight if store.mover is not None else 0,
+        "loads_in_flight": len(store.mover.loads) if store.mover is not None else 0,
         "state": "filling" if filling else "ready",
         "state_text": f"{memory.populated_bytes} of {memory.size_bytes} bytes are reserved" if filling else "",
         **store.catalog.counters[Tier.CPU].report(),

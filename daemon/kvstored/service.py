@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +28,11 @@ from kvstore.tiers.arena import Arena
 from kvstore.wire import Outcome
 from kvstored.admin import Admin
 from kvstored.connection import NAMESPACES_MAX, Answer, Connection
+from kvstored.logs import fields
 from kvstored.node import Node
 from kvstored.peer import Peer
+
+log = logging.getLogger("kvstored.service")
 
 _libc = ctypes.CDLL(None)
 _memmove = _libc.memmove
@@ -59,6 +63,7 @@ class Service:
             wire.Drop: self._drop,
             wire.GroupLookup: self._group_lookup,
             wire.Bye: self._bye,
+            wire.Corrupt: self._corrupt,
         }
 
     def answer(self, connection: Connection, request: wire.Request) -> Answer:
@@ -281,6 +286,19 @@ class Service:
     async def _dropped(self, tenancy: Tenancy, request: wire.Drop) -> wire.Message:
         outcomes = await self._store.drop_blocks(tenancy, request.hashes)
         return wire.Found(request.id, outcomes.count(Outcome.DONE), outcomes)
+
+    def _corrupt(self, connection: Connection, request: wire.Corrupt) -> Answer:
+        tenancy = self._tenancy(connection, request.ns)
+        self._node.spawn(self._looked_at(tenancy, request.hashes))
+        return None
+
+    async def _looked_at(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> None:
+        corrupt = await self._store.verify_in_memory(tenancy, hashes)
+        if corrupt:
+            log.warning(
+                "blocks in memory are corrupt and were dropped",
+                extra=fields(blocks=corrupt, model=tenancy.namespace.model, fix="look for failing memory"),
+            )
 
     def _cancel(self, connection: Connection, request: wire.Cancel) -> Answer:
         connection.cancel(request.request)
