@@ -29,7 +29,7 @@ from kvstore.errors import BadNamespace, KVStoreError, RemoteProtocolError
 from kvstore.wire import Outcome
 
 _SIBLINGS_MAX = 256
-_FOUND = MISSES | {Outcome.HIT}
+_FOUND = MISSES + bytes([Outcome.HIT])
 
 
 class Siblings:

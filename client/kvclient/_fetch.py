@@ -16,7 +16,7 @@ from typing import Any
 from kvclient._assembly import Assembly, Siblings, choices
 from kvclient._buffers import Blocks
 from kvclient._copy import pairs
-from kvclient._operations import ACQUIRED, Progress, Space, check_outcomes, opened, remaining_s, settled
+from kvclient._operations import ACQUIRED, Progress, Space, check_outcomes, opened, put_outcome, remaining_s, settled
 from kvclient._session import Session
 from kvclient._steps import Copy, Operation, Pause, Send, Step, Steps, answer, ask
 from kvclient._windows import Window, places_of, windows_of
@@ -79,7 +79,7 @@ class Fetch(Operation[FetchResult]):
             left = yield from self._from_slices(session, deadline_at, self._siblings, missing)
             self._end = len(self._hashes)
             yield from self._from_own_slice(session, deadline_at, left)
-        self._end = next((p for p, outcome in enumerate(self._outcomes) if outcome != Outcome.HIT), self._end)
+            self._end = next((p for p, outcome in enumerate(self._outcomes) if outcome != Outcome.HIT), self._end)
 
     def _not_stored(self) -> Sequence[int]:
         """Return the positions that the own slice lacks, as far as they matter."""
@@ -203,8 +203,7 @@ class Fetch(Operation[FetchResult]):
         if not in_time:
             return positions
         if not verify:
-            for position in positions:
-                self._outcomes[position] = Outcome.HIT
+            put_outcome(self._outcomes, positions, Outcome.HIT)
             return ()
         for position, at, found in zip(positions, hits, checksums, strict=True):
             self._settle(position, Outcome.HIT if reply.checksums[at] in (0, found) else Outcome.CORRUPT)

@@ -102,15 +102,24 @@ def settled(outcomes: bytearray, failure: KVStoreError | None) -> bytes:
     return bytes(outcomes).replace(b"\0", bytes([rest]))
 
 
-def check_outcomes(outcomes: bytes, count: int, allowed: frozenset[int]) -> None:
+def put_outcome(outcomes: bytearray, positions: Sequence[int], outcome: int) -> None:
+    """Set the outcome of `positions`."""
+    if isinstance(positions, range) and positions.step == 1:
+        outcomes[positions.start : positions.stop] = bytes([outcome]) * len(positions)
+    else:
+        for position in positions:
+            outcomes[position] = outcome
+
+
+def check_outcomes(outcomes: bytes, count: int, allowed: bytes) -> None:
     """Raise RemoteProtocolError unless there are `count` outcomes, all `allowed`."""
-    if len(outcomes) != count or not allowed.issuperset(outcomes):
+    if len(outcomes) != count or outcomes.translate(None, allowed):
         raise RemoteProtocolError(f"the daemon's reply has not one proper outcome for each of {count} blocks")
 
 
-MISSES = frozenset(map(int, wire.MISS_REASONS))
-ACQUIRED = MISSES | {Outcome.HIT, Outcome.LATER, Outcome.BUSY}
-_FOUND = MISSES | {Outcome.HIT, Outcome.BUSY, Outcome.LATER, Outcome.DONE, Outcome.PRESENT}
+MISSES = bytes(wire.MISS_REASONS)
+ACQUIRED = MISSES + bytes([Outcome.HIT, Outcome.LATER, Outcome.BUSY])
+_FOUND = MISSES + bytes([Outcome.HIT, Outcome.BUSY, Outcome.LATER, Outcome.DONE, Outcome.PRESENT])
 
 
 class PerBlock(Operation[R], Generic[R]):

@@ -68,7 +68,7 @@ class Mapping:
 
     def check(self, offsets: Sequence[int], size_bytes: int) -> None:
         """Raise RemoteProtocolError unless all `offsets` leave room for `size_bytes`."""
-        if offsets and (max(offsets) + size_bytes > self.size_bytes or min(offsets) < 0):
+        if offsets and max(offsets) + size_bytes > self.size_bytes:  # none is negative: they come as unsigned
             raise RemoteProtocolError(
                 f"the daemon named offset {max(offsets)} for {size_bytes} bytes "
                 f"in {self.size_bytes} bytes of shared memory"
@@ -84,9 +84,13 @@ class Mapping:
         if self.on_use is not None:
             on_use, self.on_use = self.on_use, None
             on_use()
-        touched = self._touched
+        touched, last = self._touched, -1
         for offset in offsets:
-            for step in range(offset // _STEP_BYTES, (offset + size_bytes - 1) // _STEP_BYTES + 1):
+            first, end = offset // _STEP_BYTES, (offset + size_bytes - 1) // _STEP_BYTES
+            if first == end == last:
+                continue
+            last = end
+            for step in range(first, end + 1):
                 if not touched[step]:
                     self.touch_step(step, _madvise_keeping)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvclient._buffers import Blocks, Segment
 from kvclient._copy import pairs
-from kvclient._operations import MISSES, Progress, Space, check_outcomes, opened, remaining_s, settled
+from kvclient._operations import MISSES, Progress, Space, check_outcomes, opened, put_outcome, remaining_s, settled
 from kvclient._session import Session
 from kvclient._steps import Copy, Operation, Send, Step, Steps, answer
 from kvclient._windows import Window, places_of, windows_of
@@ -24,8 +24,8 @@ from kvstore import wire
 from kvstore.errors import KVStoreError, LeaseExpired, RemoteProtocolError
 from kvstore.wire import Outcome
 
-_RESERVED = MISSES | {Outcome.GRANTED, Outcome.PRESENT, Outcome.BUSY}
-_SEALED = MISSES | {Outcome.SEALED, Outcome.DURABLE, Outcome.PRESENT}
+_RESERVED = MISSES + bytes([Outcome.GRANTED, Outcome.PRESENT, Outcome.BUSY])
+_SEALED = MISSES + bytes([Outcome.SEALED, Outcome.DURABLE, Outcome.PRESENT])
 
 
 class Store(Operation[StoreResult]):
@@ -136,7 +136,9 @@ class Store(Operation[StoreResult]):
         size = self._space.block_bytes
         memory = session.arena or session.pool
         slots = places_of(memory, reserved.offsets, granted, size)
-        positions = [window.positions[at] for at in granted]
+        positions = window.positions
+        if len(granted) < len(positions):
+            positions = [positions[at] for at in granted]
         summed: list[list[Segment]] = []
         if session.welcome.checksum_at_seal:
             summed = [[(slot, size)] for slot in slots]
@@ -165,8 +167,11 @@ class Store(Operation[StoreResult]):
                 outcomes = sealed.outcomes
                 check_outcomes(outcomes, len(positions), _SEALED)
             self.held.pop(ticket, None)
-            for position, outcome in zip(positions, outcomes, strict=True):
-                self._outcomes[position] = outcome
+            if outcomes.count(Outcome.SEALED) == len(positions):
+                put_outcome(self._outcomes, positions, Outcome.SEALED)
+            else:
+                for position, outcome in zip(positions, outcomes, strict=True):
+                    self._outcomes[position] = outcome
 
     def _report(self) -> None:
         if self._progress is not None:
