@@ -2,9 +2,9 @@
 
     python -m bench.policy [--json] [--trace FILE] [--capacities N,N,...]
 
-Replays a trace of requests, each a list of block hashes in the order of its prefix, against a tier of so many blocks. A hit is
-a block of the leading run that is there; then the request's blocks are used or stored, its tail first. "belady" knows the
-future and evicts what is used again last: no policy does better. "fifo" is told of no use.
+Replays a trace of requests, each a list of block hashes in the order of its prefix, against a tier of so many blocks. A
+hit is a block of the leading run that is there; then the request's blocks are used or stored, its tail first. "belady"
+knows the future and evicts what is used again last: the bound for all. "fifo" is told of no use.
 
 A trace is JSON lines with `timestamp` (milliseconds) and `hash_ids`; without --trace, the excerpt that the tests use.
 `us_per_op` is CPU time for each block of each request, the simulation's own part (about 0.4 us) included.
@@ -130,18 +130,20 @@ def _row(policy: str, capacity: int, hit_rate: float, us_per_op: float | None) -
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.policy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m bench.policy", description="Hit rates of the eviction policies.")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--trace", type=Path, default=EXCERPT, help="a trace of requests (JSON lines)")
-    parser.add_argument("--capacities", help="blocks in the tier, separated by commas; default: shares of the trace's blocks")
+    parser.add_argument("--capacities", help="blocks in the tier, as N,N,...; else shares of the trace's")
     options = parser.parse_args(arguments)
     requests = read_trace(options.trace)
     unique = len({block for request in requests for block in request.blocks})
-    capacities = [int(text) for text in options.capacities.split(",")] if options.capacities else [max(1, unique // share) for share in _SHARES]
+    capacities = [max(1, unique // share) for share in _SHARES]
+    if options.capacities:
+        capacities = [int(text) for text in options.capacities.split(",")]
     blocks = sum(len(request.blocks) for request in requests)
     tell(f"{len(requests)} requests, {blocks} blocks, {unique} of them different")
     report = {
-        "bench": "policy", "question": "hit rate and cost of a decision, by eviction policy", **hardware(),
+        "bench": "policy", "hardware": hardware(),
         "trace": options.trace.name, "requests": len(requests), "blocks": blocks, "unique_blocks": unique,
         "hit_rate_without_limit": round(replay(requests, unique, LeastRecentlyUsed()), 4),
         "rows": list(measure(requests, capacities)),
