@@ -114,7 +114,8 @@ class Loads:
         try:
             for load in loads:
                 destination = self._memory.view(load.offset, self._tenancy(load.row).block_bytes)
-                reads.append(DiskRead(table.slot[Tier.SSD][load.row], disk_record(self._catalog, load.row), destination))
+                address = table.slot[Tier.SSD][load.row]
+                reads.append(DiskRead(address, disk_record(self._catalog, load.row), destination))
             outcomes = await self._disk.read(reads)
         except KVStoreError:
             pass  # the outcomes say UNAVAILABLE

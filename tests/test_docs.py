@@ -231,6 +231,7 @@ def _requests(client: RawClient, directory: Path) -> Iterator[wire.Message]:
         wire.Dump: lambda number: wire.Dump(number, digest, dump),
         wire.Load: lambda number: wire.Load(number, dump),
         wire.DropBlocks: lambda number: wire.DropBlocks(number, digest, absent),
+        wire.Corrupt: lambda number: wire.Corrupt(number, 0, absent),
         wire.Bye: wire.Bye,
     }
     assert {*make, wire.Hello} == set(REQUESTS)
