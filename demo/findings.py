@@ -87,8 +87,7 @@ class Findings:
         return Group(self._times(), self._blocks())
 
     def _times(self) -> Table:
-        size = f"blocks of {self.block_tokens} tokens, {self.block_bytes / 1024:.0f} KiB"
-        table = Table(title=f"{self.prompt_tokens} prompt tokens, {size}; {self.model}", title_justify="left")
+        table = Table(title=f"{self.prompt_tokens} prompt tokens, {self.model}", title_justify="left")
         table.add_column("prompt's KV")
         for title in ("first token", "of it loading", "faster", "tokens"):
             table.add_column(title, justify="right")
@@ -109,7 +108,8 @@ class Findings:
         return table
 
     def _blocks(self) -> Table:
-        table = Table(title="blocks, counted by kvstored", title_justify="left")
+        title = f"blocks of {self.block_tokens} tokens, {self.block_bytes / 1024:.0f} KiB"
+        table = Table(title=title, title_justify="left")
         for title in ("", "cpu", "ssd"):
             table.add_column(title, justify="left" if not title else "right")
         hits = self.hit_blocks
