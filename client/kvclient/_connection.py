@@ -3,7 +3,8 @@
 Theory of operation. A plain socket call releases the GIL and must win it back: with two busy Python threads in the
 process a round trip then takes 17 ms. Control replies are small and come within microseconds, so they are received by a
 call that keeps the GIL, which SO_RCVTIMEO ends after 2 ms; after that, and for requests known to take long, the thread
-waits in poll(), which releases it. A connection that was slow last time waits in poll() at once.
+waits in poll(), which releases it. A connection that was slow waits in poll() at once for some turns. (How long poll()
+took tells nothing: it includes winning the GIL back.)
 
 Invariants
 1. Used by one thread at a time.
@@ -28,6 +29,7 @@ from kvstore import wire
 from kvstore.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, UnavailableError
 
 _QUICK_US = 2000
+_SLOWNESS_MAX = 15
 _RECEIVE_BYTES = 64 << 10
 _FLUSH_S = 0.1
 _SETTLE_S = 0.1
@@ -61,7 +63,9 @@ class Connection:
         self._received = memoryview(self._buffer)
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
-        self._was_slow = False
+        # After so many quick receptions in vain, the next few are not tried.
+        self._slowness = 0
+        self._patient_turns = 0
 
     def send(self, messages: Iterable[wire.Message], deadline_at: float) -> None:
         """Send what is in the session's outbox, then `messages`."""
@@ -83,17 +87,21 @@ class Connection:
 
     def await_reply(self, deadline_at: float, *, patient: bool) -> None:
         """Receive until something has arrived for some request."""
+        if not patient and self._patient_turns:
+            self._patient_turns -= 1
+            patient = True
         while True:
-            quick = not (patient or self._was_slow)
-            if not quick:
-                began_at = self.session.now()
+            if patient:
                 self._wait(select.POLLIN, deadline_at)
-                self._was_slow = not patient and self.session.now() - began_at > _QUICK_US / 1e6
             received = self._receive_some(0)
             if received is None:
-                self._was_slow = True
+                patient = True
+                self._slowness = min(_SLOWNESS_MAX, 2 * self._slowness + 1)
+                self._patient_turns = self._slowness
             elif received:
-                return
+                break
+        if not patient:
+            self._slowness = 0
 
     def drain(self) -> bool:
         """Take in what has come unasked; returns whether the connection is still good."""

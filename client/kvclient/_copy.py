@@ -1,9 +1,10 @@
 """Copies between the pool and the caller's memory: who holds the GIL meanwhile, and how page aliasing is avoided.
 
 Theory of operation. libc's memmove, called through ctypes, releases the GIL and must win it back after each call: with
-busy Python threads in the process that takes 5 ms a call. So a copy so short that nobody could use the GIL meanwhile
-keeps it, and when a released GIL has come back late, the following copies keep it for about 2 ms before it is offered
-again. Alone in the process every long copy releases it.
+busy Python threads in the process that takes 5 ms and more: with two, 32 MiB took 160 ms instead of 3. So a copy so short that
+nobody could use the GIL meanwhile keeps it; and when a released GIL has come back late, the following copies keep it
+too, for about 25 ms, until one tries again. (The interpreter still takes the GIL away every 5 ms for those who wait, so
+a kept GIL delays them by one copy at most.) Without busy threads every long copy releases it, and threads copy at once.
 
 A copy of 2 KiB to 0.9 MiB whose (destination - source) mod 4096 lies in 1..31 runs at 5 to 45 % of the speed on many
 processors (numpy's large arrays start 16 bytes into a page and meet it). Where that is so, it goes in two steps over a
@@ -29,7 +30,7 @@ Piece = tuple[int, int, int]  # destination address, source address, bytes
 
 KEEP_BYTES_MAX = 64 << 10
 _JOINED_BYTES_MAX = 8 << 20
-_CONTENDED_BYTES = 16 << 20
+_CONTENDED_BYTES = 256 << 20
 _LATE_S = 0.001
 _SLOWEST_BYTES_PER_S = 0.5e9
 
@@ -50,19 +51,18 @@ class Copier:
     """Performs copies for any number of threads."""
 
     def __init__(self) -> None:
-        # How many bytes in a row may be copied with the GIL kept. Threads may overwrite each other's judgement.
+        # How many more bytes are copied with the GIL kept. Threads may overwrite each other's judgement.
         self._keep_bytes = 0
 
     def run(self, pieces: Iterable[Piece]) -> None:
         """Copy each piece; returns when all bytes are where they belong."""
-        kept = 0
         for destination, source, size in pieces:
             move: Callable[[int, int, int], object] = _move_keeping
             if size > KEEP_BYTES_MAX:
-                if kept + size > self._keep_bytes:
-                    move, kept = self._move_and_judge, 0
+                if self._keep_bytes > 0:
+                    self._keep_bytes -= size
                 else:
-                    kept += size
+                    move = self._move_and_judge
             shift = (destination - source) & 4095
             if 0 < shift < 32 and _ALIAS_BYTES_MIN <= size <= _ALIAS_BYTES_MAX and aliasing_is_slow():
                 _move_in_two_steps(destination, source, size)

@@ -62,15 +62,13 @@ def test_a_late_gil_makes_the_next_copies_keep_it_for_a_while(monkeypatch: pytes
     assert moves == ["release"] * 3
     cost_s[0] = 0.010
     moves.clear()
-    copier.run([mebibyte] * 40)
-    assert moves.count("release") == 3
-    assert moves[0] == "release"
-    assert moves[1:17] == ["keep"] * 16
+    for _ in range(6):
+        copier.run([mebibyte] * 50)
+    assert moves == ["release", *["keep"] * 256, "release", *["keep"] * 42]
     cost_s[0] = 0.0
-    copier.run([mebibyte] * 40)
     moves.clear()
-    copier.run([mebibyte] * 3)
-    assert moves == ["release"] * 3
+    copier.run([mebibyte] * 220)
+    assert moves == [*["keep"] * 214, *["release"] * 6]
 
 
 def test_small_copies_keep_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
