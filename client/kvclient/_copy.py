@@ -1,10 +1,11 @@
 """Copies between the pool and the caller's memory: who holds the GIL meanwhile, and how page aliasing is avoided.
 
 Theory of operation. libc's memmove, called through ctypes, releases the GIL and must win it back after each call: with
-busy Python threads in the process that takes 5 ms and more: with two, 32 MiB took 160 ms instead of 3. So a copy so short that
-nobody could use the GIL meanwhile keeps it; and when a released GIL has come back late, the following copies keep it
-too, for about 25 ms, until one tries again. (The interpreter still takes the GIL away every 5 ms for those who wait, so
-a kept GIL delays them by one copy at most.) Without busy threads every long copy releases it, and threads copy at once.
+busy Python threads in the process that takes 5 ms and more: with two, 32 MiB took 160 ms instead of 3. So a copy so
+short that nobody could use the GIL meanwhile keeps it; and when a released GIL has come back late, the following copies
+keep it too, for about 25 ms, until one tries again. (The interpreter still takes the GIL away every 5 ms for those who
+wait, so a kept GIL delays them by one copy at most.) Without busy threads every long copy releases it, and threads copy
+at once.
 
 A copy of 2 KiB to 0.9 MiB whose (destination - source) mod 4096 lies in 1..31 runs at 5 to 45 % of the speed on many
 processors (numpy's large arrays start 16 bytes into a page and meet it). Where that is so, it goes in two steps over a

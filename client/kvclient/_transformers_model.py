@@ -124,12 +124,15 @@ def cache_argument(model: Any) -> str:
 
 
 def fill(cache: DynamicCache, tensors: list[Tensors]) -> None:
-    for layer, (keys, values) in zip(cast("list[Any]", cache.layers), tensors, strict=True):
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
+    """Make `tensors` what an empty cache holds, without a copy."""
+    filled = cast("Any", cache)
+    for number, (keys, values) in enumerate(tensors):
+        filled.update(keys[:, :, :0], values[:, :, :0], number)  # initialises the layer, whatever that takes
+        filled.layers[number].keys, filled.layers[number].values = keys, values
 
 
 def tensors_in(cache: DynamicCache) -> list[Tensors]:
+    """Return each layer's keys and values."""
     return [(layer.keys, layer.values) for layer in cast("list[Any]", cache.layers)]
 
 
