@@ -5,8 +5,8 @@
     output = model.generate(input_ids, cache=loaded.cache)
     prefixes.save(output, loaded.cache)
 
-or `prefixes.generate(input_ids, max_new_tokens=32)` for all of it. It and kvclient._transformers_model alone import
-torch and transformers.
+or `prefixes.generate(input_ids, max_new_tokens=32)` for all of it. This module and kvclient._transformers_model alone
+import torch and transformers.
 
 A block holds the keys of all layers, then the values of all layers, each `(layers, kv_heads, tokens, head_dim)`: the
 order of the cache's own tensors, with heads outside tokens, so that a part of the heads is made of whole runs of bytes.
@@ -23,6 +23,7 @@ Invariants
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -133,10 +134,14 @@ class PrefixCache:
         hashes = self.hashes(tokens)[: max(0, len(tokens) - 1) // size]
         destination: list[Tensors] = []
         found, failure = 0, None
+        began_at = time.monotonic()
         for window in self._staging.windows(len(hashes)):
             wanted = hashes[window.start : window.stop]
             into = self._staging.buffer(len(wanted))
-            result = self._blocks.fetch(wanted, into, run=True, wait_s=wait_s, max_ms=max_ms)
+            gone_s = time.monotonic() - began_at
+            left_s = max(0.0, wait_s - gone_s)
+            left_ms = None if max_ms is None else max(0.0, max_ms - gone_s * 1e3)
+            result = self._blocks.fetch(wanted, into, run=True, wait_s=left_s, max_ms=left_ms)
             if result.hits and not destination:
                 destination = self._shape.empty(len(hashes) * size)
             self._staging.scatter(destination, window.start, result.hits)
@@ -221,7 +226,7 @@ class PrefixCache:
         return tokens
 
     def _check_generate(self, arguments: dict[str, Any]) -> None:
-        settings = self._model.generation_config
+        settings = arguments.get("generation_config") or self._model.generation_config
         for name in ("num_beams", "num_return_sequences"):
             if (arguments.get(name) or getattr(settings, name, None) or 1) > 1:
                 raise UsageError(f"{name} is over 1: generate one sequence a prompt, or use load and save around it")
