@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvclient._buffers import Blocks, Segment
@@ -26,6 +27,18 @@ from kvstore.wire import Outcome
 
 _RESERVED = MISSES + bytes([Outcome.GRANTED, Outcome.PRESENT, Outcome.BUSY])
 _SEALED = MISSES + bytes([Outcome.SEALED, Outcome.DURABLE, Outcome.PRESENT])
+_EARLY_BLOCKS_MIN = 32
+_EARLY_BYTES_MIN = 32 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Sealing:
+    """A seal on its way; `is_last`: it ends its ticket."""
+
+    positions: Sequence[int]
+    request: int
+    ticket: int
+    is_last: bool
 
 
 class Store(Operation[StoreResult]):
@@ -54,7 +67,7 @@ class Store(Operation[StoreResult]):
         self._outcomes = bytearray(len(hashes))
         self._number = 0
         self._in_flight: deque[Window] = deque()
-        self._sealing: deque[tuple[Sequence[int], int, int]] = deque()
+        self._sealing: deque[_Sealing] = deque()
 
     def steps(self, session: Session, deadline_at: float) -> Steps:
         self._number = yield from opened(session, self._space)
@@ -134,39 +147,41 @@ class Store(Operation[StoreResult]):
         granted: Sequence[int],
     ) -> Generator[Step, Any, None]:
         size = self._space.block_bytes
-        memory = session.arena or session.pool
-        slots = places_of(memory, reserved.offsets, granted, size)
-        positions = window.positions
-        if len(granted) < len(positions):
-            positions = [positions[at] for at in granted]
-        summed: list[list[Segment]] = []
-        if session.welcome.checksum_at_seal:
-            summed = [[(slot, size)] for slot in slots]
-        pieces = [(slot, source, length) for source, slot, length in pairs(self._blocks, positions, slots, size)]
-        checksums = yield Copy(pieces, summed)
-        seal = wire.Seal(
-            session.next_id(),
-            reserved.ticket,
-            list(granted),
-            checksums,
-            self._ttl_s,
-            self._durable,
-            remaining_s(session, deadline_at),
-        )
-        yield Send([seal])
-        self._sealing.append((positions, seal.id, reserved.ticket))
+        slots = places_of(session.arena or session.pool, reserved.offsets, granted, size)
+        # A large part is sealed early: the daemon's work on it hides behind the copies of the rest.
+        early = len(granted) * 3 // 4 if len(granted) >= _EARLY_BLOCKS_MIN and size >= _EARLY_BYTES_MIN else 0
+        for part in (slice(0, early), slice(early, None)) if early else (slice(None),):
+            positions = [window.positions[at] for at in granted[part]]
+            summed: list[list[Segment]] = []
+            if session.welcome.checksum_at_seal:
+                summed = [[(slot, size)] for slot in slots[part]]
+            places = pairs(self._blocks, positions, slots[part], size)
+            checksums = yield Copy([(slot, source, length) for source, slot, length in places], summed)
+            seal = wire.Seal(
+                session.next_id(),
+                reserved.ticket,
+                list(granted[part]),
+                checksums,
+                self._ttl_s,
+                self._durable,
+                remaining_s(session, deadline_at),
+            )
+            yield Send([seal])
+            self._sealing.append(_Sealing(positions, seal.id, reserved.ticket, is_last=part.stop is None))
 
     def _settle_seals(self, leave: int) -> Generator[Step, Any, None]:
         while len(self._sealing) > leave:
-            positions, request, ticket = self._sealing.popleft()
+            sealing = self._sealing.popleft()
+            positions = sealing.positions
             try:
-                sealed = yield from answer(request, wire.Sealed, patient=self._durable)
+                sealed = yield from answer(sealing.request, wire.Sealed, patient=self._durable)
             except LeaseExpired:  # the copy took longer than the reservation; others may write the blocks now
                 outcomes = bytes([Outcome.REFUSED]) * len(positions)
             else:
                 outcomes = sealed.outcomes
                 check_outcomes(outcomes, len(positions), _SEALED)
-            self.held.pop(ticket, None)
+            if sealing.is_last:
+                self.held.pop(sealing.ticket, None)
             if outcomes.count(Outcome.SEALED) == len(positions):
                 put_outcome(self._outcomes, positions, Outcome.SEALED)
             else:
@@ -175,5 +190,5 @@ class Store(Operation[StoreResult]):
 
     def _report(self) -> None:
         if self._progress is not None:
-            unsealed = sum(len(positions) for positions, _, _ in self._sealing)
+            unsealed = sum(len(sealing.positions) for sealing in self._sealing)
             self._progress(len(self._outcomes) - self._outcomes.count(0) + unsealed, len(self._outcomes))
