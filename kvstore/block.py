@@ -25,6 +25,7 @@ BlockHash = NewType("BlockHash", bytes)
 
 BLOCK_HASH_BYTES = 32
 BLOCK_BYTES_MAX = 1 << 30
+_NUMBER_MAX = (1 << 63) - 1  # what the canonical encoding has room for
 _DIGEST_DOMAIN = b"kvstored/namespace/1"
 _FOREIGN_HASH_DOMAIN = b"kvstored/foreign-block-hash/1"
 _AXES = frozenset({"layer", "kv", "token", "head", "dim"})
@@ -174,6 +175,8 @@ class Namespace:
             raise BadNamespace("a namespace needs at least one component: describe the tensors inside a block")
         if self.block_tokens <= 0:
             raise BadNamespace(f"block_tokens must be positive, not {self.block_tokens}")
+        if max(self.block_tokens, *self.slice.layers, *self.slice.heads) > _NUMBER_MAX:
+            raise BadNamespace(f"block_tokens and the ends of the slice are at most {_NUMBER_MAX}")
         for component in self.components:
             self._check_fits(component)
         if self.block_bytes > BLOCK_BYTES_MAX:
@@ -282,7 +285,10 @@ class Namespace:
 
 def _encode(value: Any) -> bytes:
     if isinstance(value, str):
-        raw = value.encode()
+        try:
+            raw = value.encode()
+        except UnicodeEncodeError as exc:
+            raise BadNamespace(f"a text of the namespace is no valid Unicode: {exc}") from exc
         return b"s" + struct.pack("<I", len(raw)) + raw
     if isinstance(value, bytes):
         return b"b" + struct.pack("<I", len(value)) + value

@@ -1,12 +1,12 @@
-"""How often blocks that are gone had been used: two generations of a compact table, 8 to 16 bytes a row of the tier.
+"""How often blocks that are gone had been used: two generations of a compact table, 16 to 32 bytes a row.
 
 Blocks must be forgotten in the order in which they left. A prefix is worth as much as its first missing block, so a
 memory that forgets here and there takes the blocks of one prefix for different ones, and the policy does worse than
 without it (docs/eviction.md).
 
 Invariants
-1. What was noted is remembered until at least as many others were noted as the tier has rows, twice over, and forgotten
-   after four times as many.
+1. What was noted is remembered until twice as many others were noted as the tier has rows, and forgotten after eight
+   times as many.
 2. A key that was never noted is taken for another with a chance of about one in 2,000.
 """
 

@@ -27,7 +27,7 @@ _CLASSES = 4
 
 
 class ReuseClasses:
-    """One queue for each class of each lane; 23 bytes a row and up to 16 for what is remembered of evicted ones."""
+    """One queue for each class of each lane; 23 bytes a row, and up to 32 for what is remembered of evicted ones."""
 
     def __init__(self) -> None:
         self._queues = RowQueues()
