@@ -413,8 +413,8 @@ class Report(Message, frozen=True, tag=74):
 
 Request = (
     Hello | Ping | Open | Lookup | Reserve | Seal | Forfeit | Acquire | Release | Prefetch | Wait | Cancel | Abort
-    | Drop | GroupLookup | Pin | Unpin | Ttl | Bye | Corrupt | Stats | Status | Keys | DropNamespace | Evict | Check | Gc
-    | Drain | Dump | Load | DropBlocks
+    | Drop | GroupLookup | Pin | Unpin | Ttl | Bye | Corrupt
+    | Stats | Status | Keys | DropNamespace | Evict | Check | Gc | Drain | Dump | Load | DropBlocks
 )  # fmt: skip
 Reply = Failure | Welcome | Done | Opened | Found | Reserved | Sealed | Acquired | Group | Progress | Report
 
