@@ -29,11 +29,15 @@ from kvstore.errors import BadNamespace, KVStoreError, RemoteProtocolError
 from kvstore.wire import Outcome
 
 _SIBLINGS_MAX = 256
+_PLANS_MAX = 4096
 _FOUND = MISSES + bytes([Outcome.HIT])
 
 
 class Siblings:
-    """The slices of one group as a session knows them, and how blocks of one of them come from others."""
+    """The slices of one group that have been met, and how blocks of one of them come from others.
+
+    Any number of threads may use it: what two of them find out at once is the same.
+    """
 
     def __init__(self, own: Namespace) -> None:
         self.own = own
@@ -42,7 +46,8 @@ class Siblings:
 
     def known(self, encoded: bytes) -> tuple[Space, Namespace]:
         """Return a slice that the daemon named."""
-        if encoded not in self._spaces:
+        found = self._spaces.get(encoded)
+        if found is None:
             try:
                 namespace = Namespace.decode(encoded)
             except BadNamespace as exc:
@@ -51,15 +56,17 @@ class Siblings:
                 raise RemoteProtocolError("the daemon named a slice of another group")
             if len(self._spaces) >= _SIBLINGS_MAX:
                 self._spaces.clear()
-                self._plans.clear()
-            self._spaces[encoded] = (Space.of(namespace, None), namespace)
-        return self._spaces[encoded]
+            found = self._spaces[encoded] = (Space.of(namespace, None), namespace)
+        return found
 
     def plan_from(self, holders: tuple[bytes, ...]) -> Plan | None:
         """Return how to make a block of the own slice from blocks of `holders`."""
-        if holders not in self._plans:
-            self._plans[holders] = plan(self.own, [self.known(encoded)[1] for encoded in holders])
-        return self._plans[holders]
+        if holders in self._plans:
+            return self._plans[holders]
+        made = plan(self.own, [self.known(encoded)[1] for encoded in holders])
+        if len(self._plans) < _PLANS_MAX:
+            self._plans[holders] = made
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +112,11 @@ def _choice(own: bytes, holders: tuple[bytes, ...], siblings: Siblings) -> Choic
 class GroupLookup(Operation[Lookup]):
     """Which blocks can be read, from the own slice or put together from others?"""
 
-    def __init__(self, space: Space, namespace: Namespace, hashes: list[bytes]) -> None:
+    def __init__(self, space: Space, siblings: Siblings, hashes: list[bytes]) -> None:
         super().__init__(len(hashes))
         self._space = space
         self._hashes = hashes
-        self._siblings = Siblings(namespace)
+        self._siblings = siblings
         self._outcomes = bytearray(len(hashes))
 
     def steps(self, session: Session, deadline_at: float) -> Steps:

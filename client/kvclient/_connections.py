@@ -21,7 +21,7 @@ from kvclient._pool import Mappings
 from kvclient._session import Session
 from kvclient.stats import ClientStats
 from kvstore import wire
-from kvstore.errors import Closing, DeadlineExceeded, KVStoreError, PeerUnreachable, ProtocolError, UsageError
+from kvstore.errors import Closing, DeadlineExceeded, KVStoreError, PeerUnreachable, UsageError
 
 _GREETING_S_MAX = 2.0
 _PROBE_S_MAX = 0.25
@@ -163,7 +163,7 @@ class Connections:
         try:
             until = min(deadline_at, time.monotonic() + _GREETING_S_MAX)
             opened.append(self._greeted(greet(self._path, self._name, until)))
-        except (PeerUnreachable, DeadlineExceeded, ProtocolError) as exc:
+        except KVStoreError as exc:
             self.breaker.failed(str(exc))
             raise
         finally:
@@ -178,10 +178,13 @@ class Connections:
     def _greeted(self, greeting: Greeting) -> Connection:
         try:
             pool, arena = self._mappings.adopt(greeting.welcome, greeting.fds)
-            return Connection(greeting.sock, Session(greeting.welcome, pool, arena))
+            return Connection(greeting.sock, Session(greeting.welcome, pool, arena, self._undone))
         except BaseException:
             greeting.sock.close()
             raise
+
+    def _undone(self) -> None:
+        self._stats.add("late_replies_undone")
 
     def _probe(self, connection: Connection, deadline_at: float) -> None:
         """Ask for a sign of life; without one the connection goes back and the breaker stays open."""

@@ -33,6 +33,10 @@ class Session:
         What the daemon said of itself and its limits.
     pool, arena : Mapping or None
         The shared memory that offsets of reads and (arena, if there is one) of writes point into.
+    on_undo : callable
+        Called when a late reply's grant is given back.
+    now : callable
+        The clock of deadlines and leases, in seconds.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Session:
         welcome: wire.Welcome,
         pool: Mapping | None,
         arena: Mapping | None = None,
+        on_undo: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.welcome = welcome
@@ -48,7 +53,7 @@ class Session:
         self.now = now
         self.namespaces: dict[tuple[bytes, float], int] = {}
         self.outbox: list[wire.Message] = []
-        self.undone_count = 0
+        self._on_undo = on_undo
         self._frames = wire.FrameBuffer()
         self._last_id = 1  # the greeting's
         self._expected: set[int] = set()
@@ -142,4 +147,4 @@ class Session:
             undo = wire.Forfeit(0, reply.ticket)
         if undo is not None:
             self.outbox.append(self.dismiss(undo))
-            self.undone_count += 1
+            self._on_undo()

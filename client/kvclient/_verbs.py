@@ -26,12 +26,13 @@ class Verbs:
     def __init__(self, namespace: Namespace, ttl_s: float | None) -> None:
         self.namespace = namespace
         self.space = Space.of(namespace, ttl_s)
+        self._siblings = Siblings(namespace)
 
     def looking_up(self, hashes: Sequence[bytes], *, run: bool, max_ms: float | None) -> PerBlock[Lookup]:
         return _operations.lookup(self.space, hashes_of(hashes), run=run, max_ms=max_ms)
 
     def looking_up_group(self, hashes: Sequence[bytes]) -> GroupLookup:
-        return GroupLookup(self.space, self.namespace, hashes_of(hashes))
+        return GroupLookup(self.space, self._siblings, hashes_of(hashes))
 
     def storing(
         self,
@@ -71,7 +72,7 @@ class Verbs:
             max_ms=max_ms,
             run=run,
             count=count,
-            siblings=Siblings(self.namespace) if slices else None,
+            siblings=self._siblings if slices else None,
             progress=progress,
         )
 

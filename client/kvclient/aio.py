@@ -13,21 +13,17 @@ import asyncio
 import os
 import time
 import weakref
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from kvclient import _forks
 from kvclient._aconnection import AsyncConnection
-from kvclient._breaker import Admission, Breaker
+from kvclient._aconnections import AsyncConnections
 from kvclient._copy import Copier, checksum_of
 from kvclient._fetch import Hold
-from kvclient._greeting import Greeting, greet
 from kvclient._operations import Progress, Question
-from kvclient._pool import Mappings
-from kvclient._session import Session
 from kvclient._steps import Await, Copy, Operation, R, Run, Send, Step
 from kvclient._verbs import Verbs
 from kvclient.client import ADMIN_DEADLINE_S, DEADLINE_S, check_deadline, default_name
@@ -35,20 +31,10 @@ from kvclient.results import Changed, FetchResult, Lease, Lookup, StoreResult
 from kvclient.stats import ClientStats
 from kvstore import wire
 from kvstore.block import Namespace
-from kvstore.errors import (
-    Closing,
-    DeadlineExceeded,
-    KVStoreError,
-    PeerUnreachable,
-    ProtocolError,
-    UsageError,
-)
+from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, UsageError
 from kvstore.paths import find_socket_path
 
 _INLINE_BYTES_MAX = 256 << 10
-_COPY_THREADS = 4
-_GREETING_S_MAX = 2.0
-_PROBE_S_MAX = 0.25
 
 
 class AsyncClient:
@@ -83,16 +69,9 @@ class AsyncClient:
         self.socket = Path(socket).absolute() if socket is not None else find_socket_path()
         self.stats = ClientStats()
         self._strict = strict
-        self._name = name or default_name()
         self._copier = Copier()
-        self._mappings = Mappings(pretouch=pretouch)
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._closed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._connection: AsyncConnection | None = None
-        self._connecting: asyncio.Lock | None = None
-        self._threads: ThreadPoolExecutor | None = None
-        self._breaker = Breaker(time.monotonic)
+        self._connections = AsyncConnections(self.socket, name or default_name(), self.stats, pretouch=pretouch)
         _forks.register(self)
 
     def namespace(self, namespace: Namespace, *, ttl_s: float | None = None) -> AsyncNamespaceHandle:
@@ -149,15 +128,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection. Views of leases stay valid until these are released."""
-        self._closed = True
-        connection, self._connection = self._connection, None
-        if connection is not None and not connection.lease_count:
-            connection.close(bye=True)
-        self._mappings.close()
-        threads, self._threads = self._threads, None
-        if threads is not None:
-            await asyncio.get_running_loop().run_in_executor(None, threads.shutdown)
-        await asyncio.sleep(0)  # the transport closes its socket in the loop's next round
+        await self._connections.close()
 
     def after_fork(self) -> None:
         """Begin anew in a forked child, with the loop that uses it first there; leases stay the parent's."""
@@ -165,95 +136,10 @@ class AsyncClient:
         for lease in list(self._leases):
             lease.disown()
         self._leases = weakref.WeakSet()
-        if self._connection is not None:
-            self._connection.after_fork()
-        self._mappings.forget()
-        self._loop = self._connection = self._connecting = self._threads = None
-        self._breaker = Breaker(time.monotonic)
-
-    # ---- the connection
-
-    def _bind(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-            self._connecting = asyncio.Lock()
-        elif self._loop is not loop:
-            raise UsageError("this AsyncClient is bound to another event loop: make one client for each loop")
-        if self._closed:
-            raise Closing("this client is closed: make a new one")
-        return loop
-
-    async def _connected(self, deadline_at: float) -> AsyncConnection:
-        loop = self._bind()
-        admission = self._breaker.admit()
-        if admission is Admission.REFUSED:
-            raise PeerUnreachable(f"{self._breaker.reason} (asked again in {self._breaker.retry_in_s:.1f} s)")
-        assert self._connecting is not None
-        try:
-            async with asyncio.timeout(deadline_at - time.monotonic()):
-                await self._connecting.acquire()
-        except TimeoutError as exc:
-            raise DeadlineExceeded("no connection to the daemon was made by the call's deadline") from exc
-        try:
-            connection = self._connection
-            if connection is None or connection.lost is not None or connection.session.is_worn_out:
-                if connection is not None and not connection.lease_count:
-                    connection.close(bye=True)
-                connection = self._connection = await self._connect(loop, deadline_at)
-                return connection
-        finally:
-            self._connecting.release()
-        if admission is Admission.PROBE:
-            await self._probe(connection, deadline_at)
-        return connection
-
-    async def _connect(self, loop: asyncio.AbstractEventLoop, deadline_at: float) -> AsyncConnection:
-        try:
-            greeting = await self._greeted(loop, min(deadline_at, time.monotonic() + _GREETING_S_MAX))
-            try:
-                pool, arena = self._mappings.adopt(greeting.welcome, greeting.fds)
-                greeting.sock.setblocking(False)
-                connection = AsyncConnection(greeting.sock, Session(greeting.welcome, pool, arena))
-                await loop.create_unix_connection(lambda: connection, sock=greeting.sock)
-            except BaseException:
-                greeting.sock.close()
-                raise
-        except (PeerUnreachable, DeadlineExceeded, ProtocolError) as exc:
-            self._breaker.failed(str(exc))
-            raise
-        self.stats.add("connections_opened")
-        self._breaker.answered()
-        return connection
-
-    async def _greeted(self, loop: asyncio.AbstractEventLoop, deadline_at: float) -> Greeting:
-        """Greet in a thread; cancelled, what the thread still brings is closed."""
-        greeting = loop.run_in_executor(self._pool(), greet, self.socket, self._name, deadline_at)
-        try:
-            return await asyncio.shield(greeting)
-        except asyncio.CancelledError:
-            greeting.add_done_callback(_close_greeting)
-            raise
-
-    async def _probe(self, connection: AsyncConnection, deadline_at: float) -> None:
-        session = connection.session
-        ping = wire.Ping(session.next_id())
-        try:
-            session.sent([ping])
-            connection.send([ping])
-            left_s = min(deadline_at - time.monotonic(), _PROBE_S_MAX)
-            await connection.arrival(ping.id, left_s)
-            session.take(ping.id)
-        except TimeoutError as exc:
-            session.abandon(ping.id)
-            self._breaker.failed("the daemon does not answer: is it stopped?")
-            raise DeadlineExceeded("the daemon does not answer a ping: is it stopped?") from exc
-        self._breaker.answered()
-
-    # ---- the driver
+        self._connections.after_fork()
 
     async def _drive(self, operation: Operation[Any], deadline_at: float) -> None:
-        connection = await self._connected(deadline_at)
+        connection = await self._connections.take(deadline_at)
         began_at = time.monotonic()
         run = Run(operation, connection.session, deadline_at)
         try:
@@ -264,7 +150,7 @@ class AsyncClient:
                 connection.lease_count += 1
                 operation.release = self._releaser(connection, operation.lease)
         except DeadlineExceeded as exc:
-            self._breaker.silent(max(began_at, connection.heard_at), str(exc))
+            self._connections.breaker.silent(max(began_at, connection.heard_at), str(exc))
             raise
         except ProtocolError:
             connection.close(bye=False)
@@ -286,7 +172,7 @@ class AsyncClient:
                     raise DeadlineExceeded(
                         "the daemon did not answer by the call's deadline: give it a longer one"
                     ) from exc
-            self._breaker.answered()
+            self._connections.breaker.answered()
             return reply
         if isinstance(step, Copy):
             return await self._copy(step)
@@ -298,7 +184,7 @@ class AsyncClient:
         size += sum(segment[1] for segments in step.checksums_of for segment in segments)
         if size <= _INLINE_BYTES_MAX:
             return self._copied(step)
-        copying = asyncio.get_running_loop().run_in_executor(self._pool(), self._copied, step)
+        copying = asyncio.get_running_loop().run_in_executor(self._connections.threads, self._copied, step)
         try:
             return await asyncio.shield(copying)
         except asyncio.CancelledError:
@@ -314,20 +200,8 @@ class AsyncClient:
         self._copier.run(step.pieces)
         return [checksum_of(segments) for segments in step.checksums_of]
 
-    def _pool(self) -> ThreadPoolExecutor:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvclient-copy")
-        return self._threads
-
-    def _releaser(self, connection: AsyncConnection, lease: int) -> Any:
+    def _releaser(self, connection: AsyncConnection, lease: int) -> Callable[[], None]:
         loop = asyncio.get_running_loop()
-
-        def release() -> None:
-            connection.lease_count -= 1
-            connection.session.outbox.append(wire.Release(connection.session.next_id(), lease))
-            connection.flush()
-            if self._closed and not connection.lease_count:
-                connection.close(bye=True)
 
         def from_any_thread() -> None:
             try:
@@ -335,9 +209,9 @@ class AsyncClient:
             except RuntimeError:
                 here = False
             if here:
-                release()
+                self._connections.let_go(connection, lease)
             elif not loop.is_closed():
-                loop.call_soon_threadsafe(release)
+                loop.call_soon_threadsafe(self._connections.let_go, connection, lease)
 
         return from_any_thread
 
@@ -455,8 +329,3 @@ class AsyncNamespaceHandle(Verbs):
     async def set_ttl(self, hashes: Sequence[bytes], ttl_s: float, *, deadline_s: float | None = None) -> Changed:
         """Set the seconds that blocks live from now on; 0: for ever (role admin)."""
         return await self._client.run(self.setting_ttl(hashes, ttl_s), deadline_s)
-
-
-def _close_greeting(greeting: asyncio.Future[Greeting]) -> None:
-    if not greeting.cancelled() and greeting.exception() is None:
-        greeting.result().close()

@@ -177,6 +177,7 @@ def test_what_late_replies_grant_is_given_back(daemon: Daemon) -> None:
             return bool(sessions["leases"] == sessions["reservations"] == 0)
 
         eventually(all_given_back, "lease and reservation are given back")
+        assert client.stats.snapshot()["late_replies_undone"] == 2
         others = observer.namespace(blocks.namespace)
         assert others.store(hashes[1:], payloads(hashes[1:])).stored == 2
 
