@@ -108,9 +108,9 @@ class Returns:
             unfinished.append(list(map(add, self._cut_off[number], ages)))
             self._returned[number] = [count * weight for count in self._returned[number]]
             self._cut_off[number] = [count * weight for count in self._cut_off[number]]
-        average = _chances(_summed(self._returned), _summed(unfinished))
+        average = chances_of_return(_summed(self._returned), _summed(unfinished))
         for number, returned in enumerate(self._returned):
-            self.worth[number][:] = _indices(_chances(returned, unfinished[number], average))
+            self.worth[number][:] = best_ratios(chances_of_return(returned, unfinished[number], average))
 
     def _cut_oldest(self, count: int, now: int) -> None:
         """Follow the keys unused longest no more, `count` of them and those last used in the same tick."""
@@ -133,7 +133,9 @@ def _summed(rows: Sequence[Sequence[float]]) -> list[float]:
     return [sum(column) for column in zip(*rows, strict=True)]
 
 
-def _chances(returned: Sequence[float], unfinished: Sequence[float], average: Sequence[float] = ()) -> list[float]:
+def chances_of_return(
+    returned: Sequence[float], unfinished: Sequence[float], average: Sequence[float] = ()
+) -> list[float]:
     """Return the chance of a return in each bin for a block that has reached it.
 
     `returned` and `unfinished` count the intervals that ended with a use in a bin, and those known to have lasted to
@@ -151,7 +153,7 @@ def _chances(returned: Sequence[float], unfinished: Sequence[float], average: Se
     return chances
 
 
-def _indices(chances: Sequence[float]) -> list[float]:
+def best_ratios(chances: Sequence[float]) -> list[float]:
     """Return the best ratio of hits to time that can be had from the start of each bin on."""
     surviving = 1.0
     bins: list[tuple[float, float]] = []  # hits and time to expect in each bin, seen from age 0

@@ -37,7 +37,7 @@ class ReuseClasses:
         self._identity = array("I")
         self._reuses = bytearray()
         self._ghosts = Ghosts()
-        self._returns = Returns(_CLASSES)
+        self.returns = Returns(_CLASSES)
         self._rows = 0
         self._now = 0
 
@@ -59,7 +59,7 @@ class ReuseClasses:
             self._reuses[row] = 0
         self._queues.append_many(rows, self._queue(lane))
         self._rows += len(rows)
-        self._returns.fit(self._rows)
+        self.returns.fit(self._rows)
 
     def use(self, row: int, now: int) -> None:
         self._now = now
@@ -71,8 +71,8 @@ class ReuseClasses:
         reuses = min(self._reuses[row] + 1, _REUSES_MAX)
         self._classify(row, reuses)
         identity = self._identity[row]
-        if self._returns.follows(identity):
-            self._returns.note_use(identity, _CLASS_OF_REUSES[reuses], now)
+        if self.returns.follows(identity):
+            self.returns.note_use(identity, _CLASS_OF_REUSES[reuses], now)
 
     def use_many(self, rows: Sequence[int], now: int) -> None:
         for row in rows:
@@ -84,8 +84,8 @@ class ReuseClasses:
         reuses = min(max(uses, self._reuses[row]), _REUSES_MAX)
         self._classify(row, reuses)
         identity = self._identity[row]
-        if self._returns.follows(identity):
-            self._returns.begin(identity, _CLASS_OF_REUSES[reuses], now)
+        if self.returns.follows(identity):
+            self.returns.begin(identity, _CLASS_OF_REUSES[reuses], now)
 
     def remove(self, row: int) -> None:
         self._queues.remove(row)
@@ -96,7 +96,7 @@ class ReuseClasses:
         first = self._queue_of_lane.get(lane)
         if first is None:
             return
-        queues, worth_of, last_use = self._queues, self._returns.worth, self._last_use
+        queues, worth_of, last_use = self._queues, self.returns.worth, self._last_use
         ends: list[tuple[float, int, int, int]] = []  # worth, last use, class, row: the least goes first
         for reuse_class in range(_CLASSES):
             row = queues.oldest[first + reuse_class]
@@ -114,7 +114,7 @@ class ReuseClasses:
 
     def rank(self, row: int) -> float:
         reuse_class = _CLASS_OF_REUSES[self._reuses[row]]
-        return self._returns.worth[reuse_class][age_bin(self._now - self._last_use[row])]
+        return self.returns.worth[reuse_class][age_bin(self._now - self._last_use[row])]
 
     def last_use(self, row: int) -> int:
         return self._last_use[row]
@@ -143,9 +143,9 @@ class ReuseClasses:
         self._identity[row] = identity
         self._reuses[row] = reuses
         self._queues.append(row, queue + _CLASS_OF_REUSES[reuses])
-        if self._returns.follows(identity):
-            self._returns.fit(self._rows)
-            self._returns.note_use(identity, _CLASS_OF_REUSES[reuses], now)
+        if self.returns.follows(identity):
+            self.returns.fit(self._rows)
+            self.returns.note_use(identity, _CLASS_OF_REUSES[reuses], now)
 
     def _classify(self, row: int, reuses: int) -> None:
         """Put a row at the new end of the queue that this many reuses belong to."""
