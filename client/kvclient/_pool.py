@@ -24,6 +24,8 @@ from kvstore import wire
 from kvstore.errors import PeerUnreachable, RemoteProtocolError
 
 _STEP_BYTES = 2 << 20  # the pool's chunks are multiples of it
+_STEP_PAGES = _STEP_BYTES // mmap.PAGESIZE
+BATCH_STEPS = 8
 _REST_S = 0.001
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
@@ -92,28 +94,38 @@ class Mapping:
             last = end
             for step in range(first, end + 1):
                 if not touched[step]:
-                    self.touch_step(step, _madvise_keeping)
+                    self._touch_run(step, step + 1, _madvise_keeping)
 
-    def touch_step(self, step: int, madvise: Any) -> None:
-        """Fill the page tables for one step of the pool, which the daemon has filled with memory."""
-        start = step * _STEP_BYTES
-        madvise(self.address + start, min(_STEP_BYTES, self.size_bytes - start), self._advice)
-        if not self._touched[step]:
-            self._touched[step] = 1
-            self._untouched_count -= 1
+    def touch_batch(self, first: int) -> None:
+        """Do the same for some steps from `first` on, as far as the daemon has filled them with memory."""
+        end = min(first + BATCH_STEPS, len(self._touched))
+        start = first * _STEP_BYTES
+        size_bytes = min(end * _STEP_BYTES, self.size_bytes) - start
+        resident = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
+        if self._touched.find(0, first, end) < 0 or _mincore(self.address + start, size_bytes, resident):
+            return
+        pages = bytes(resident)
+        run = first
+        for step in range(first, end):
+            place = (step - first) * _STEP_PAGES
+            is_filled = 0 not in pages[place : place + _STEP_PAGES]
+            if self._touched[step] or not is_filled:
+                self._touch_run(run, step, _madvise)
+                run = step + 1
+        self._touch_run(run, end, _madvise)
 
-    def untouched_steps(self) -> list[int]:
-        """Return the steps that are not touched yet and that the daemon has filled."""
-        found: list[int] = []
-        for step, touched in enumerate(self._touched):
-            if not touched:
-                start = step * _STEP_BYTES
-                length = min(_STEP_BYTES, self.size_bytes - start)
-                pages = -(-length // mmap.PAGESIZE)
-                resident = (ctypes.c_ubyte * pages)()
-                if not _mincore(self.address + start, length, resident) and bytes(resident).count(1) == pages:
-                    found.append(step)
-        return found
+    def _touch_run(self, first: int, end: int, madvise: Any) -> None:
+        if first >= end:
+            return
+        start = first * _STEP_BYTES
+        madvise(self.address + start, min(end * _STEP_BYTES, self.size_bytes) - start, self._advice)
+        self._untouched_count -= self._touched.count(0, first, end)
+        self._touched[first:end] = b"\1" * (end - first)
+
+    @property
+    def step_count(self) -> int:
+        """How many steps there are."""
+        return len(self._touched)
 
     @property
     def is_touched(self) -> bool:
@@ -215,8 +227,8 @@ class PageToucher:
             mapping = self._mapping()
             if mapping is None or mapping.is_touched:
                 return
-            for step in mapping.untouched_steps():
-                mapping.touch_step(step, _madvise)
+            for first in range(0, mapping.step_count, BATCH_STEPS):
+                mapping.touch_batch(first)
                 if self._stopped.wait(_REST_S):
                     return
             del mapping
