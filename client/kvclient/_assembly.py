@@ -91,6 +91,9 @@ def choices(
             raise RemoteProtocolError("the daemon named slices without outcomes for each")
         for outcomes in group.outcomes:
             check_outcomes(outcomes, len(part), _FOUND)
+        if not group.namespaces:
+            found += [Choice(Outcome.ABSENT)] * len(part)
+            continue
         for at in range(len(part)):
             holders = tuple(
                 encoded
