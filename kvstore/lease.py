@@ -9,7 +9,8 @@ Invariants
    harmless.
 2. Leases pin at most `pinned_bytes_max` in all; a block pinned by several leases counts once. Zero-copy leases, which
    may last, leave `kept_for_copies_bytes` of that to copying ones, which end: reads never stop.
-3. When a session is over, its leases end: at once if its process is gone or it said goodbye, else at their end.
+3. A session holds at most LEASES_MAX leases.
+4. When a session is over, its leases end: at once if its process is gone or it said goodbye, else at their end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvstore.errors import TooLarge, TooManyLeases
+
+LEASES_MAX = 16384
 
 
 class Holds(Protocol):
@@ -97,8 +100,10 @@ class Leases:
         TooLarge
             It is larger than what leases may ever pin.
         TooManyLeases
-            Others pin too much now.
+            Others pin too much now, or the session has too many leases.
         """
+        if len(session.leases) >= LEASES_MAX:
+            raise TooManyLeases(f"this connection holds {LEASES_MAX} leases, which is the limit: release some first")
         slot_bytes = self._catalog.slot_bytes(rows[0])
         limit = self._limit_bytes(copying=copying)
         if self.pinned_bytes + len(rows) * slot_bytes > limit:

@@ -56,7 +56,7 @@ class BlockTable:
         self.checksum = array("Q")
         self.generation = array("Q")
         self.expires_s = array("d")
-        self.holds = array("I")
+        self.holds = array("Q")
         self.uses = bytearray()
         self.residency = bytearray()
         self.slot = {tier: array("q") for tier in tiers}

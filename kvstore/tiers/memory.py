@@ -83,6 +83,9 @@ class MemoryTier:
             if read_only_clients:
                 seals = _F_SEAL_FUTURE_WRITE | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL
                 fcntl.fcntl(self.fd, _F_ADD_SEALS, seals)
+        except BadSetting:
+            os.close(self.fd)
+            raise
         except OSError as exc:
             os.close(self.fd)
             raise TierUnavailable(

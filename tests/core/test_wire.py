@@ -137,11 +137,11 @@ def test_no_tag_is_used_twice_and_none_has_moved() -> None:
     assert len(set(tags.values())) == len(tags)
     assert tags == {
         "Hello": 1, "Ping": 2, "Open": 3, "Lookup": 4, "Reserve": 5, "Seal": 6, "Forfeit": 7, "Acquire": 8,
-        "Release": 9, "Prefetch": 10, "Wait": 11, "Cancel": 12, "Abort": 13, "Drop": 14, "GroupLookup": 15, "Pin": 16,
-        "Unpin": 17, "Ttl": 18, "Bye": 19, "Corrupt": 20, "Stats": 32, "Status": 33, "Keys": 34, "DropNamespace": 35,
-        "Evict": 36, "Check": 37, "Gc": 38, "Drain": 39, "Dump": 40, "Load": 41, "DropBlocks": 42, "Failure": 64, "Welcome": 65,
-        "Done": 66, "Opened": 67, "Found": 68, "Reserved": 69, "Sealed": 70, "Acquired": 71, "Group": 72,
-        "Progress": 73, "Report": 74,
+        "Release": 9, "Prefetch": 10, "Wait": 11, "Cancel": 12, "Abort": 13, "Drop": 14, "GroupLookup": 15,
+        "Pin": 16, "Unpin": 17, "Ttl": 18, "Bye": 19, "Corrupt": 20, "Stats": 32, "Status": 33, "Keys": 34,
+        "DropNamespace": 35, "Evict": 36, "Check": 37, "Gc": 38, "Drain": 39, "Dump": 40, "Load": 41,
+        "DropBlocks": 42, "Failure": 64, "Welcome": 65, "Done": 66, "Opened": 67, "Found": 68, "Reserved": 69,
+        "Sealed": 70, "Acquired": 71, "Group": 72, "Progress": 73, "Report": 74,
     }  # fmt: skip
 
 
