@@ -31,7 +31,7 @@ from kvstore.tenancy import Tenancy
 
 TICKS_PER_S = 100
 _PIN_LOOK_S = 10.0  # how often a pinned block whose life is over is looked at
-_LEASE = 1 << 16  # `holds` counts leases in its upper half, all others in its lower
+_LEASE = 1 << 32  # `holds` counts leases in its upper half, all others in its lower
 
 
 _fastest_tier = [(residency & -residency).bit_length() - 1 for residency in range(16)].__getitem__
@@ -415,7 +415,7 @@ class Catalog:
                 state, slot = table.state[tier][row], table.slot[tier][row]
                 assert (state == Copy.READY) == bool(table.residency[row] & tier.bit) == (row in self.policies[tier])
                 assert (state == Copy.ABSENT) == (slot == NO_SLOT)
-                if slot != NO_SLOT:
+                if slot != NO_SLOT and state != Copy.DELETING:  # that one is the ssd tier's own again, soon or already
                     assert slot not in slots, f"slot {slot} of {tier.label} belongs to two rows"
                     slots.add(slot)
                 if state == Copy.READY:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvstore.catalog import Catalog
 from kvstore.counters import Cause
-from kvstore.errors import KVStoreError
+from kvstore.errors import Closing, KVStoreError
 from kvstore.lifecycle import Copy
 from kvstore.progress import Progress
 from kvstore.room import Room
@@ -59,8 +59,12 @@ class Loads:
         self._tasks: asyncio.TaskGroup | None = None
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Let loads run as tasks of this group."""
+        """Let loads run as tasks of this group, until `stop`."""
         self._tasks = tasks
+
+    def stop(self) -> None:
+        """Begin no more loads."""
+        self._tasks = None
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -70,6 +74,8 @@ class Loads:
 
         Each row with a load is held once for the caller, who must call `Catalog.unhold` when done with it.
         """
+        if rows and self._tasks is None:
+            raise Closing("the daemon is stopping: nothing more is loaded from ssd")
         loads: list[Load | None] = []
         fresh: list[Load] = []
         for row in rows:
@@ -94,34 +100,37 @@ class Loads:
         return (self._bytes_in_flight + size_bytes) / self._bytes_per_s
 
     def _start(self, loads: list[Load]) -> None:
-        assert self._tasks is not None or not loads, "the loads are not running"
         at = 0
-        while at < len(loads):
+        while self._tasks is not None and at < len(loads):
             end, size_bytes = at, 0
             while end < len(loads) and (end == at or size_bytes + self._size(loads[end].row) <= _JOB_BYTES):
                 size_bytes += self._size(loads[end].row)
                 end += 1
             self._bytes_in_flight += size_bytes
-            self._tasks.create_task(self._load(loads[at:end], size_bytes), name="mover-load")  # type: ignore[union-attr]
+            self._tasks.create_task(self._load(loads[at:end], size_bytes), name="mover-load")
             at = end
 
     async def _load(self, loads: list[Load], size_bytes: int) -> None:
         table = self._catalog.table
         loop = asyncio.get_running_loop()
         begun_s, ahead_bytes = loop.time(), self._bytes_in_flight
-        reads: list[DiskRead] = []
-        outcomes: list[Outcome] = [Outcome.UNAVAILABLE] * len(loads)
+        # A block that was dropped since would be looked for under the epoch of today: it is not read.
+        outcomes = {
+            load: Outcome.UNAVAILABLE if self._catalog.is_visible(load.row) else Outcome.ABSENT for load in loads
+        }
+        wanted = [load for load, outcome in outcomes.items() if outcome is not Outcome.ABSENT]
         try:
-            for load in loads:
+            reads: list[DiskRead] = []
+            for load in wanted:
                 destination = self._memory.view(load.offset, self._tenancy(load.row).block_bytes)
                 address = table.slot[Tier.SSD][load.row]
                 reads.append(DiskRead(address, disk_record(self._catalog, load.row), destination))
-            outcomes = await self._disk.read(reads)
+            outcomes.update(zip(wanted, await self._disk.read(reads), strict=True))
         except KVStoreError:
             pass  # the outcomes say UNAVAILABLE
         finally:
             self._bytes_in_flight -= size_bytes
-            for load, outcome in zip(loads, outcomes, strict=True):
+            for load, outcome in outcomes.items():
                 self._loaded(load, outcome)
             self._progress.signal()
         rate = ahead_bytes / max(loop.time() - begun_s, 1e-4)
@@ -143,7 +152,7 @@ class Loads:
                 counters[Tier.SSD].checksum_failures += 1
                 if table.state[Tier.SSD][row] == Copy.READY:
                     self._catalog.leave(row, Tier.SSD, Cause.DROP)
-            else:
+            elif outcome is Outcome.UNAVAILABLE:
                 counters[Tier.SSD].io_errors += 1
         if not load.outcome.done():
             load.outcome.set_result(outcome)
@@ -153,11 +162,13 @@ class Loads:
         """Return those of these blocks, which the caller holds, whose bytes on ssd are not what was written."""
         bad: set[int] = set()
         for row in rows:
+            if not self._catalog.is_visible(row) or not self._catalog.table.residency[row] & Tier.SSD.bit:
+                continue  # dropped while others were read
             scratch = memoryview(mmap.mmap(-1, self._size(row)))  # page-aligned, as O_DIRECT wants it
             destination = scratch[: self._tenancy(row).block_bytes]
             address = self._catalog.table.slot[Tier.SSD][row]
             outcomes = await self._disk.read([DiskRead(address, disk_record(self._catalog, row), destination)])
-            if outcomes[0] is not Outcome.HIT:
+            if outcomes[0] is Outcome.CORRUPT:
                 bad.add(row)
         return bad
 

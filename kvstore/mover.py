@@ -82,8 +82,12 @@ class Mover:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self.loads.start(tasks)
-            tasks.create_task(self._write_forever(), name="mover-writes")
+            writing = tasks.create_task(self._write_forever(), name="mover-writes")
             tasks.create_task(self._delete_forever(), name="mover-deletes")
+            try:
+                await writing
+            finally:
+                self.loads.stop()  # before the group takes no more tasks
 
     # ---- demotion
 

@@ -9,6 +9,7 @@ from kvstore.tiers.disk_slots import Slots
 from kvstore.tiers.disk_space import Space
 from kvstore.tiers.index import Index, SegmentShape
 from kvstore.tiers.segments import SegmentFiles
+from kvstore.tiers.slab import Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class DiskCheck:
             self.space.check_integrity()
         except AssertionError as exc:
             problems.append(f"slab: {exc}")
+        # A segment that is made or given back meanwhile is not judged either.
+        made = {r.first_chunk: r for r in self.space.slab.regions() if r.first_chunk not in self.space.unmade}
         used, moving = self.slots.used(), self.slots.moving()
         recorded, shapes, sizes = await self.commit.on_index_thread(self._read_all)
         used |= self.slots.used()
@@ -42,16 +45,20 @@ class DiskCheck:
             problems.append(f"index: {len(unknown)} records name free slots, the first {min(unknown)}")
         if missing := used - named - moving:
             problems.append(f"slab: {len(missing)} used slots have no record, the first {min(missing)}")
-        return problems + self._segments(shapes, sizes)
+        return problems + self._segments(made, shapes, sizes)
 
-    def _segments(self, shapes: dict[int, SegmentShape], sizes: dict[int, int]) -> list[str]:
+    def _segments(
+        self, made: dict[int, Region], shapes: dict[int, SegmentShape], sizes: dict[int, int]
+    ) -> list[str]:
         problems: list[str] = []
         for region in self.space.slab.regions():
             segment = region.first_chunk
+            if made.get(segment) is not region or segment in self.space.unmade:
+                continue
             shape, size_bytes = self.space.shape(segment)
             if shapes.get(segment, shape) != shape:
                 problems.append(f"index: segment {segment} is recorded as {shapes[segment]}, not {shape}")
-            if segment not in self.space.unmade and sizes.get(segment, 0) < size_bytes:
+            if sizes.get(segment, 0) < size_bytes:
                 problems.append(f"segment {segment}: its file has {sizes.get(segment, 0)} of {size_bytes} bytes")
         return problems
 

@@ -18,7 +18,7 @@ import os
 import re
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +82,8 @@ class SegmentFiles:
         with os.scandir(self.directory) as entries:
             for entry in entries:
                 if match := _NAME.match(entry.name):
-                    found[int(match[1])] = entry.stat(follow_symlinks=False).st_size
+                    with suppress(FileNotFoundError):  # removed since it was listed
+                        found[int(match[1])] = entry.stat(follow_symlinks=False).st_size
         return found
 
     def create(self, segment: int, size_bytes: int) -> None:
