@@ -73,11 +73,11 @@ class WarmStart:
 
     def _restore_order(self, limit: int) -> None:
         """Move the next addresses' blocks to the recent end, coldest first, but for those that were used since."""
-        policy, since = self._catalog.policies[Tier.SSD], self._since
+        policy, since, now = self._catalog.policies[Tier.SSD], self._since, self._catalog.tick()
         for address in self._recency[self._placed : self._placed + limit]:
             row = self._disk.owner(address)
             if self._catalog.is_at(row, Tier.SSD, address) and policy.last_use(row) <= since:
-                policy.use(row, since)
+                policy.renew(row, now, 0)
         self._placed += limit
 
     def _namespaces(self) -> dict[int, Tenancy]:
