@@ -16,7 +16,6 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NewType
 
 from kvstore.errors import BadKey, BadNamespace
@@ -155,6 +154,17 @@ class Namespace:
         Adapter and its version, "" for none.
     salt : bytes
         Separates users or experiments that must not share blocks.
+
+    Attributes
+    ----------
+    held : tuple of Component
+        The components as this slice holds them, in the order of their bytes in a block.
+    block_bytes : int
+        Bytes of one block of this slice.
+    digest : bytes
+        The 32 bytes that stand for this namespace.
+    group_digest : bytes
+        The 32 bytes shared by all slices of the same blocks.
     """
 
     model: str
@@ -165,6 +175,12 @@ class Namespace:
     slice: Slice
     adapter: str = ""
     salt: bytes = field(default=b"", repr=False)
+    # What follows from the fields above, computed once: a lazy property of Python 3.11 takes a lock that a forked child
+    # can find held for ever.
+    held: tuple[Component, ...] = field(init=False, repr=False, compare=False)
+    block_bytes: int = field(init=False, repr=False, compare=False)
+    digest: bytes = field(init=False, repr=False, compare=False)
+    group_digest: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.model or not self.revision or not self.dtype:
@@ -179,8 +195,22 @@ class Namespace:
             raise BadNamespace(f"block_tokens and the ends of the slice are at most {_NUMBER_MAX}")
         for component in self.components:
             self._check_fits(component)
+        self._derive()
         if self.block_bytes > BLOCK_BYTES_MAX:
             raise BadNamespace(f"a block of {self.block_bytes} bytes is over the limit of {BLOCK_BYTES_MAX} bytes")
+
+    def _derive(self) -> None:
+        layers, heads = range(*self.slice.layers), range(*self.slice.heads)
+        held = tuple(component.narrowed(layers, heads) for component in self.components)
+        grouped = [pair for pair in self._fields() if pair[0] != "slice"]
+        derived = {
+            "held": held,
+            "block_bytes": sum(component.size_bytes for component in held),
+            "digest": hashlib.sha256(self.encode()).digest(),
+            "group_digest": hashlib.sha256(_DIGEST_DOMAIN + b"/group" + _encode(grouped)).digest(),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def _check_fits(self, component: Component) -> None:
         if component.extent("token", self.block_tokens) != self.block_tokens:
@@ -191,28 +221,6 @@ class Namespace:
                     f"slice {axis}s [{first}, {end}) is not inside component {component.name!r}'s "
                     f"{component.extent(axis)} {axis}s"
                 )
-
-    @cached_property
-    def held(self) -> tuple[Component, ...]:
-        """The components as this slice holds them, in the order of their bytes in a block."""
-        layers, heads = range(*self.slice.layers), range(*self.slice.heads)
-        return tuple(component.narrowed(layers, heads) for component in self.components)
-
-    @cached_property
-    def block_bytes(self) -> int:
-        """Bytes of one block of this slice."""
-        return sum(component.size_bytes for component in self.held)
-
-    @cached_property
-    def digest(self) -> bytes:
-        """The 32 bytes that stand for this namespace."""
-        return hashlib.sha256(self.encode()).digest()
-
-    @cached_property
-    def group_digest(self) -> bytes:
-        """The 32 bytes shared by all slices of the same blocks."""
-        fields = [pair for pair in self._fields() if pair[0] != "slice"]
-        return hashlib.sha256(_DIGEST_DOMAIN + b"/group" + _encode(fields)).digest()
 
     def with_slice(self, part: Slice) -> Namespace:
         """Return the namespace of another slice of the same group."""

@@ -205,8 +205,14 @@ class Fetch(Operation[FetchResult]):
         if not verify:
             put_outcome(self._outcomes, positions, Outcome.HIT)
             return ()
+        corrupt: list[bytes] = []
         for position, at, found in zip(positions, hits, checksums, strict=True):
-            self._settle(position, Outcome.HIT if reply.checksums[at] in (0, found) else Outcome.CORRUPT)
+            good = reply.checksums[at] in (0, found)
+            self._settle(position, Outcome.HIT if good else Outcome.CORRUPT)
+            if not good:
+                corrupt.append(self._hashes[position])
+        if corrupt:  # so that nobody else meets them
+            session.outbox.append(wire.Corrupt(session.next_id(), self._number, corrupt))
         return ()
 
     def _settle(self, position: int, outcome: int) -> None:
@@ -273,7 +279,7 @@ class Hold(Operation[FetchResult]):
             for at in hits:
                 views[at], place = session.pool.view(reply.offsets[at], size)
                 places.append(place)
-            yield from self._verify(session, reply, hits, slots)
+            yield from self._verify(session, number, reply, hits, slots)
         self.held.pop(reply.lease, None)
         self.lease = reply.lease
         self.views, self.places = views, places
@@ -288,13 +294,14 @@ class Hold(Operation[FetchResult]):
         stats.fetched(result.raw, self._space.block_bytes)
 
     def _verify(
-        self, session: Session, reply: wire.Acquired, hits: list[int], slots: list[int]
+        self, session: Session, number: int, reply: wire.Acquired, hits: list[int], slots: list[int]
     ) -> Generator[Step, Any, None]:
         if not session.welcome.verify_reads or len(reply.checksums) != len(self._hashes):
             return
         found = yield Copy((), [[(slot, self._space.block_bytes)] for slot in slots])
         for at, checksum in zip(hits, found, strict=True):
             if reply.checksums[at] not in (0, checksum):
+                session.outbox.append(wire.Corrupt(session.next_id(), number, [self._hashes[at]]))
                 raise ChecksumMismatch(
-                    f"block {self._hashes[at].hex()} does not match its checksum: drop it (kvctl) and recompute it"
+                    f"block {self._hashes[at].hex()} does not match its checksum: the daemon was told; recompute it"
                 )
