@@ -186,7 +186,9 @@ class Reads:
             loads = self._hold(rows, outcomes, held)
             if not request.copying and Outcome.LATER in outcomes:
                 return None
-            await self._finish_loads(rows, outcomes, loads, deadline_s)
+            if loads:
+                await self._finish_loads(rows, outcomes, loads, deadline_s)
+                _leave_out_dropped(tenancy, request.hashes, rows, outcomes)
             ready = [row if outcome == Outcome.HIT else None for row, outcome in zip(rows, outcomes, strict=True)]
             if request.run:
                 _cut_run(ready, outcomes)
@@ -262,8 +264,6 @@ class Reads:
     async def _finish_loads(
         self, rows: list[int | None], outcomes: bytearray, loads: dict[int, Load], deadline_s: float
     ) -> None:
-        if not loads:
-            return
         waiting = [load.outcome for load in loads.values()]
         await asyncio.wait(waiting, timeout=max(0.0, deadline_s - self._clock.monotonic_s()))
         for position, row in enumerate(rows):
@@ -360,7 +360,8 @@ class Reads:
         wanted: list[int | None] = list(rows)
         try:
             loads = self._hold(wanted, outcomes, held)
-            await self._finish_loads(wanted, outcomes, loads, self._clock.monotonic_s() + self.limits.lease_s_max)
+            if loads:
+                await self._finish_loads(wanted, outcomes, loads, self._clock.monotonic_s() + self.limits.lease_s_max)
         except BaseException:
             for row in held:
                 self._catalog.unhold(row)
@@ -391,6 +392,15 @@ class Reads:
 def fastest(residency: int) -> Tier:
     """Return the fastest tier in a residency."""
     return Tier((residency & -residency).bit_length() - 1)
+
+
+def _leave_out_dropped(
+    tenancy: Tenancy, hashes: Sequence[bytes], rows: Sequence[int | None], outcomes: bytearray
+) -> None:
+    """Make misses of blocks that were dropped while the request waited for others."""
+    for position, row in enumerate(rows):
+        if outcomes[position] == Outcome.HIT and tenancy.rows.get(hashes[position]) != row:
+            outcomes[position] = Outcome.ABSENT
 
 
 def _cut_run(rows: list[int | None], outcomes: bytearray) -> None:
