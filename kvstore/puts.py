@@ -189,7 +189,7 @@ class Puts:
         *,
         slots: Sequence[int] | None = None,
     ) -> SealResult:
-        """Make the positions `which` (None: all open ones) visible.
+        """Make the positions `which` (None: all open ones; each at most once) visible.
 
         `slots` are slots in the pool that hold copies of them, parallel to `which`, in strict mode; whatever is not
         sealed of them is freed.

@@ -47,6 +47,7 @@ class Service:
         self._settings = node.settings
         self._store = node.store
         self._admin = Admin(node)
+        self._looking: set[Connection] = set()  # whose word on corrupt blocks is being looked into
         self._verbs: dict[type[wire.Message], Callable[[Connection, Any], Answer]] = {
             wire.Ping: lambda connection, request: wire.Done(request.id),
             wire.Open: self._open,
@@ -174,6 +175,8 @@ class Service:
     def _reserve(self, connection: Connection, request: wire.Reserve) -> Answer:
         if self._node.closing:
             raise Closing("the daemon is draining: store to the next one")
+        if self._settings.mode == "strict" and connection.session.arena is None:
+            raise UsageError("in strict mode blocks are written through an arena: connect with want_pool to get one")
         tenancy = self._tenancy(connection, request.ns)
         ticket, outcomes = self._store.puts.reserve(
             connection.session, tenancy, request.hashes, self._store.clock.monotonic_s()
@@ -244,6 +247,8 @@ class Service:
                     store.puts.forfeit(ticket, [position])
                 else:
                     copied.append((at, position, slot))
+            else:
+                store.puts.forfeit(ticket, [position])  # too late, but its writer says that it is done
         jobs = [(arena.address + ticket.offsets[position], slot) for _, position, slot in copied]
         sums: list[int] = []
         arena.copies += 1
@@ -289,11 +294,16 @@ class Service:
 
     def _corrupt(self, connection: Connection, request: wire.Corrupt) -> Answer:
         tenancy = self._tenancy(connection, request.ns)
-        self._node.spawn(self._looked_at(tenancy, request.hashes))
+        if connection not in self._looking:  # one at a time: reading blocks costs more than asking for it
+            self._looking.add(connection)
+            self._node.spawn(self._looked_at(connection, tenancy, request.hashes))
         return None
 
-    async def _looked_at(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> None:
-        corrupt = await self._store.verify_in_memory(tenancy, hashes)
+    async def _looked_at(self, connection: Connection, tenancy: Tenancy, hashes: Sequence[bytes]) -> None:
+        try:
+            corrupt = await self._store.verify_in_memory(tenancy, hashes)
+        finally:
+            self._looking.discard(connection)
         if corrupt:
             log.warning(
                 "blocks in memory are corrupt and were dropped",
