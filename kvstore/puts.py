@@ -132,10 +132,18 @@ class Puts:
         writing = self._writing.setdefault(tenancy.number, {})
         outcomes = bytearray([Outcome.GRANTED]) * count
         wanted: Sequence[int] = range(count)
+        present: list[int] = []
         new = tenancy.rows.keys().isdisjoint(hashes) and writing.keys().isdisjoint(hashes)
         if not new or len(set(hashes)) != count:
-            wanted = self._not_there(tenancy, hashes, outcomes)
-        taken = self._take(ticket, len(wanted))
+            wanted, present = self._sorted_out(tenancy, hashes, outcomes)
+        for row in present:  # or the head of a prefix would make room for its own tail
+            self._catalog.hold(row)
+        try:
+            taken = self._take(ticket, len(wanted))
+        finally:
+            for row in present:
+                self._catalog.unhold(row)
+        self._note_use(present[::-1])
         for position in wanted[len(taken) :]:
             outcomes[position] = Outcome.NO_ROOM
         if taken:
@@ -152,8 +160,13 @@ class Puts:
             heapq.heappush(self._ends, (ticket.ends_s, ticket.token))
         return ticket, bytes(outcomes)
 
-    def _not_there(self, tenancy: Tenancy, hashes: Sequence[bytes], outcomes: bytearray) -> list[int]:
-        """Return the positions of blocks that nobody has or writes; the others' outcomes become PRESENT or BUSY."""
+    def _sorted_out(
+        self, tenancy: Tenancy, hashes: Sequence[bytes], outcomes: bytearray
+    ) -> tuple[list[int], list[int]]:
+        """Return the positions of blocks that nobody has or writes, and the rows of those that are there.
+
+        Those outcomes become PRESENT, and BUSY what somebody writes.
+        """
         writing, counters = self._writing[tenancy.number], tenancy.counters
         wanted: list[int] = []
         present: list[int] = []
@@ -170,8 +183,7 @@ class Puts:
             else:
                 seen.add(block_hash)
                 wanted.append(position)
-        self._note_use(present[::-1])
-        return wanted
+        return wanted, present
 
     def ticket(self, session: Session, token: int) -> Ticket:
         """Return a live ticket of this session; LeaseExpired if there is none."""

@@ -46,6 +46,7 @@ log = logging.getLogger("kvstore")
 _TICK_S = 0.05
 _ROOM_ROUND_S = 0.1
 _CHECKPOINT_S = 30.0
+_CLEAN_LOOK = 256
 _PER_TICK = 2000  # rows that one tick may expire or reclaim: a bound on how long the loop is held
 _POPULATE_BYTES = 128 << 20
 _POPULATE_THREADS = min(8, os.cpu_count() or 1)
@@ -197,8 +198,11 @@ class Store:
         if self._warm is not None:
             self._warm.catch_up(10 * _PER_TICK)
 
-    def _clean_ahead(self, mover: Mover) -> None:
-        """Above the high watermark, write the coldest blocks that only memory holds, so that they can be evicted."""
+    def _clean_ahead(self, mover: Mover, look_max: int = 1 << 30) -> None:
+        """Above the high watermark, write the coldest blocks that only memory holds, so that they can be evicted.
+
+        Looks at what the low watermark leaves at the cold end, and at no more than `look_max` blocks of a size.
+        """
         capacity = self.memory.grantable_bytes()
         if self.memory.slab.used_bytes < capacity * self.settings.high_watermark:
             return
@@ -206,13 +210,14 @@ class Store:
         for lane, (slot_bytes, _, tier) in enumerate(self.catalog.lanes):
             if tier is not Tier.CPU:
                 continue
-            left = int(capacity * (1 - self.settings.low_watermark)) // slot_bytes + 1
+            left = min(look_max, int(capacity * (1 - self.settings.low_watermark)) // slot_bytes + 1)
             dirty: list[int] = []
             for row in self.catalog.policies[Tier.CPU].coldest(lane):
                 if left <= 0 or len(dirty) >= 256:
                     break
                 left -= 1
-                if table.residency[row] == Tier.CPU.bit and table.state[Tier.SSD][row] == Copy.ABSENT:
+                wanted = table.uses[row] or self.settings.write_policy != "second-touch"
+                if wanted and table.residency[row] == Tier.CPU.bit and table.state[Tier.SSD][row] == Copy.ABSENT:
                     dirty.append(row)
             mover.demote(dirty)
 
@@ -234,6 +239,19 @@ class Store:
             row = self.disk.owner(address)
             if self.catalog.is_at(row, Tier.SSD, address):
                 self.catalog.leave(row, Tier.SSD, Cause.DROP)
+        await self._forget_pins(self.disk)
+
+    async def _forget_pins(self, disk: DiskTier) -> None:
+        """Delete the pins on ssd that are over or whose block is gone: a block stored anew would be pinned by them."""
+        catalog, kept = self.catalog, set[tuple[int | None, bytes | None]]()
+        for row in catalog.pinned:
+            kept.add((catalog.tenancies[catalog.table.namespace[row]].disk_number, catalog.table.hash[row]))
+        over = [(pin.namespace, pin.hash) for pin in disk.pins() if (pin.namespace, pin.hash) not in kept]
+        if over:
+            try:
+                await disk.delete_pins(over)
+            except KVStoreError as exc:
+                log.warning("pins that are over could not be deleted: %s", exc)
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
         """Write what only memory holds to ssd; return how many blocks became durable, and how many are not."""
@@ -305,6 +323,10 @@ class Store:
         """New blocks were sealed: send them on as the write policy says."""
         if self.mover is not None and self.settings.write_policy == "through":
             self.mover.demote(rows)
+        elif self.mover is not None and self.settings.write_policy == "back" and rows:
+            # A burst would push out more between two ticks than what has been written ahead.
+            mover = self.mover
+            self._defer(lambda: self._clean_ahead(mover, max(_CLEAN_LOOK, 4 * len(rows))))
 
     async def make_durable(self, rows: Sequence[int], wait_s: float) -> list[bool]:
         """Return, for each block, whether it is on disk for good; waits `wait_s` at most."""

@@ -312,15 +312,19 @@ class RawClient:
             if isinstance(reply, wire.Failure):
                 raise from_wire(reply.code, reply.text)
             assert isinstance(reply, wire.Welcome), reply
-            if descriptors:
-                protection = mmap.PROT_READ if reply.mode == "strict" else mmap.PROT_READ | mmap.PROT_WRITE
-                self.pool = mmap.mmap(descriptors[0], reply.pool_bytes, prot=protection)
-            if len(descriptors) > 1:
-                self.arena = mmap.mmap(descriptors[1], reply.arena_bytes)
+            self._map(list(descriptors), reply)
             return reply
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+    def _map(self, received: list[int], reply: wire.Welcome) -> None:
+        """Map what came along; the descriptors are closed afterwards."""
+        if received:
+            protection = mmap.PROT_READ if reply.mode == "strict" else mmap.PROT_READ | mmap.PROT_WRITE
+            self.pool = mmap.mmap(received[0], reply.pool_bytes, prot=protection)
+        if len(received) > 1:
+            self.arena = mmap.mmap(received[1], reply.arena_bytes)
 
 
 def differing(content: bytes, space: Namespace, block_hash: bytes) -> str:

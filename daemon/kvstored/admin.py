@@ -95,7 +95,7 @@ class Admin:
         return self._pinned(request)
 
     async def _pinned(self, request: wire.Pin) -> wire.Message:
-        catalog, store = self._store.catalog, self._store
+        catalog, store, table = self._store.catalog, self._store, self._store.catalog.table
         found = self._rows(request.namespace, request.hashes)
         fresh = {row for _, row in found if row is not None and row not in catalog.pinned}
         for tier, limit in self._pin_limits().items():
@@ -107,27 +107,33 @@ class Admin:
                     "or pin less"
                 )
         ends_s = store.clock.boottime_s() + request.for_s
-        for tenancy, row in found:
-            block_hash = None if row is None else catalog.table.hash[row]
-            if row is not None and block_hash is not None:
-                catalog.pinned[row] = ends_s
-                if store.disk is not None and store.mover is not None:
-                    number = await store.mover.register(tenancy)
-                    await store.disk.put_pins([DiskPin(number, block_hash, ends_s)])
+        pins = [(tenancy, row, table.hash[row]) for tenancy, row in found if row is not None]
+        for _, row, _ in pins:
+            catalog.pinned[row] = ends_s
+        if store.disk is not None and store.mover is not None and pins:
+            # From here on a row may get another block: only what was noted of it counts.
+            store.mover.demote([row for _, row, _ in pins], urgent=True)
+            numbers = {tenancy.number: await store.mover.register(tenancy) for tenancy, _, _ in pins}
+            await store.disk.put_pins(
+                [DiskPin(numbers[t.number], block_hash, ends_s) for t, _, block_hash in pins if block_hash is not None]
+            )
         return self._done(request, found)
 
     def _unpin(self, connection: Connection, request: wire.Unpin) -> Answer:
         return self._unpinned(request)
 
     async def _unpinned(self, request: wire.Unpin) -> wire.Message:
-        catalog, store = self._store.catalog, self._store
+        catalog, disk = self._store.catalog, self._store.disk
         found = self._rows(request.namespace, request.hashes)
+        keys: list[tuple[int, bytes]] = []
         for tenancy, row in found:
             block_hash = None if row is None else catalog.table.hash[row]
             if row is not None and block_hash is not None:
                 catalog.pinned.pop(row, None)
-                if store.disk is not None and tenancy.disk_number is not None:
-                    await store.disk.delete_pins([(tenancy.disk_number, block_hash)])
+                if tenancy.disk_number is not None:
+                    keys.append((tenancy.disk_number, block_hash))
+        if disk is not None and keys:
+            await disk.delete_pins(keys)
         return self._done(request, found)
 
     def _ttl(self, connection: Connection, request: wire.Ttl) -> Answer:
