@@ -155,21 +155,16 @@ def chances_of_return(
 
 def best_ratios(chances: Sequence[float]) -> list[float]:
     """Return the best ratio of hits to time that can be had from the start of each bin on."""
-    surviving = 1.0
-    bins: list[tuple[float, float]] = []  # hits and time to expect in each bin, seen from age 0
-    for chance, width in zip(chances, _WIDTHS, strict=True):
-        hits = surviving * chance
-        bins.append((hits, max((surviving - hits / 2) * width, 1e-30)))
-        surviving -= hits
     # From the last bin back, each is joined with what follows as long as that has the better ratio: the span joined to
     # a bin is the best one to keep a block from there on.
-    joined: list[tuple[float, float]] = []
-    indices = [0.0] * _AGES
+    spans: list[tuple[float, float, float]] = []  # hits and time to expect from its start, chance of outlasting it
+    ratios = [0.0] * _AGES
     for number in range(_AGES - 1, -1, -1):
-        hits, time = bins[number]
-        while joined and joined[-1][0] * time > hits * joined[-1][1]:
-            more_hits, more_time = joined.pop()
-            hits, time = hits + more_hits, time + more_time
-        joined.append((hits, time))
-        indices[number] = hits / time
-    return indices
+        hits = chances[number]
+        time, lasting = (1 - hits / 2) * _WIDTHS[number], 1 - hits
+        while spans and spans[-1][0] * time > hits * spans[-1][1]:
+            more_hits, more_time, more_lasting = spans.pop()
+            hits, time, lasting = hits + lasting * more_hits, time + lasting * more_time, lasting * more_lasting
+        spans.append((hits, time, lasting))
+        ratios[number] = hits / time
+    return ratios
