@@ -254,6 +254,7 @@ class Admin:
                 for row, found in zip(in_memory, sums, strict=True)
                 if table.checksum[row] not in (NOT_COMPUTED, found)
             }
+            store.catalog.counters[Tier.CPU].checksum_failures += len(bad)
             if store.mover is not None:
                 bad |= await store.mover.loads.verify([row for row in held if table.residency[row] & Tier.SSD.bit])
             names = [block_hash.hex() for row in bad if (block_hash := table.hash[row]) is not None]
