@@ -164,8 +164,9 @@ def core(
         used: list[Sequence[int]] = []
 
         def note_use(rows: Sequence[int]) -> None:
-            used.append(rows)
-            catalog.use(rows)
+            if rows:
+                used.append(rows)
+                catalog.use(rows)
 
         limits = limits or PutLimits(grantable, grantable, grantable, RESERVATION_S)
         yield Core(clock, memory, catalog, room, leases, Puts(catalog, memory, room, limits, note_use), used)
