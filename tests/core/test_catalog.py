@@ -622,6 +622,6 @@ class CatalogMachineWithReuse(CatalogMachine):
 
 
 TestCatalogMachine = CatalogMachine.TestCase
-TestCatalogMachine.settings = settings(max_examples=examples(80), stateful_step_count=40)
+TestCatalogMachine.settings = settings(max_examples=examples(150), stateful_step_count=40)
 TestCatalogMachineWithReuse = CatalogMachineWithReuse.TestCase
 TestCatalogMachineWithReuse.settings = settings(max_examples=examples(15), stateful_step_count=40)

@@ -631,4 +631,4 @@ class PutMachine(RuleBasedStateMachine):
 
 
 TestPutMachine = PutMachine.TestCase
-TestPutMachine.settings = settings(max_examples=examples(40), stateful_step_count=30)
+TestPutMachine.settings = settings(max_examples=examples(100), stateful_step_count=30)
