@@ -3,14 +3,15 @@
 Theory of operation. Each namespace has a dict from block hash to row; what is not in that dict is invisible. A put's
 slot is adopted, a load or a demotion fills a copy, and copies leave one by one; with its last ready copy a block
 leaves the dict. A row lives on, unseen, until its slots are given back: those of the cpu tier when nobody holds the
-row, those of the ssd tier when the tier has also deleted the index entry durably (`departed` lists what it is to
-delete). Dropping a namespace exchanges its dict: constant time, and nothing stored or begun before can come back. The
-old rows are reclaimed piece by piece.
+row, those of the ssd tier when the tier has deleted the index entry durably (`departed` lists what it is to delete,
+held or not: that tier itself keeps a slot that is being read). Dropping a namespace exchanges its dict: constant time,
+and nothing stored or begun before can come back. The old rows are reclaimed piece by piece.
 
 Invariants (checked by `check_integrity`)
 1. A hash in a namespace's dict leads to a row with that hash and namespace and with at least one READY copy.
 2. A row stands in a tier's policy exactly when its copy there is READY.
-3. A held row (`holds > 0`: leases, loads, writes) loses no slot; a row pinned by an operator is no victim either.
+3. A held row (`holds > 0`: leases, loads, writes) loses no slot in the cpu tier and is no victim in any; a row pinned
+   by an operator is no victim either.
 4. A slot of a tier belongs to at most one row.
 5. A row without any copy and any hold is free.
 """
@@ -64,7 +65,7 @@ class Catalog:
         self.table = BlockTable(self.tiers)
         self.counters = {tier: TierCounters() for tier in self.tiers}
         self.tenancies: list[Tenancy] = []
-        self.departed: deque[int] = deque()  # rows whose ssd copy is LEAVING and held by nobody
+        self.departed: deque[int] = deque()  # rows whose ssd copy is DELETING, and not yet handed to the tier
         self.pinned: dict[int, float] = {}  # row -> end of an operator's pin, boottime
         self.used_bytes: dict[tuple[str, Tier], int] = {}  # of READY copies, by tenant and tier
         self.promised_bytes: dict[tuple[str, Tier], int] = {}  # of slots that are being filled or written
@@ -473,19 +474,18 @@ class Catalog:
         table = self.table
         if table.hash[row] is None:
             return
+        if Tier.SSD in self.policies and table.state[Tier.SSD][row] == Copy.LEAVING:
+            table.move(row, Tier.SSD, CopyEvent.DELETE)
+            self.departed.append(row)
         if table.holds[row]:
             self._unsettled.add(row)
             return
         self._unsettled.discard(row)
         for tier in self.tiers:
             if table.state[tier][row] == Copy.LEAVING:
-                if tier is Tier.SSD:
-                    table.move(row, tier, CopyEvent.DELETE)
-                    self.departed.append(row)
-                else:
-                    slot = table.slot[tier][row]
-                    table.move(row, tier, CopyEvent.GONE)
-                    self._free_slot(tier, slot)
+                slot = table.slot[tier][row]
+                table.move(row, tier, CopyEvent.GONE)
+                self._free_slot(tier, slot)
         if table.absent_everywhere(row):
             self._unlink(row)
             self.pinned.pop(row, None)

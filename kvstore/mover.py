@@ -193,6 +193,7 @@ class Mover:
             batch = [(row, address) for row, address in batch if self._still_wanted(row, address)]
             writes = [DiskWrite(address, disk_record(self._catalog, row), self._payload(row)) for row, address in batch]
             outcomes = await self._disk.write(writes)
+            await self._correct_lives(batch, writes)
         except KVStoreError:
             if not writes:
                 for _, address in batch:
@@ -209,6 +210,14 @@ class Mover:
         for tenancy in {self._tenancy(row).number: self._tenancy(row) for row, _ in batch}.values():
             self.free_ahead(tenancy)
         self.progress.signal()
+
+    async def _correct_lives(self, batch: list[tuple[int, int]], writes: list[DiskWrite]) -> None:
+        """Write the ends of those lives that were changed while their block was being written."""
+        told = {address: write.record.expires_s for (_, address), write in zip(batch, writes, strict=True)}
+        expires_s = self._catalog.table.expires_s
+        while late := {address: expires_s[row] for row, address in batch if expires_s[row] != told[address]}:
+            told.update(late)
+            await self._disk.set_expiry(late)
 
     def _still_wanted(self, row: int, address: int) -> bool:
         """Return whether a block of a batch is still visible; if not, its write is called off."""

@@ -143,7 +143,8 @@ class Puts:
         finally:
             for row in present:
                 self._catalog.unhold(row)
-        self._note_use(present[::-1])
+        if present:
+            self._note_use(present[::-1])
         for position in wanted[len(taken) :]:
             outcomes[position] = Outcome.NO_ROOM
         if taken:
