@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.errors import KVStoreError
 from kvstore.tiers.disk_commit import GroupCommit
 from kvstore.tiers.disk_slots import Slots
 from kvstore.tiers.disk_space import Space
@@ -35,7 +36,10 @@ class DiskCheck:
         # A segment that is made or given back meanwhile is not judged either.
         made = {r.first_chunk: r for r in self.space.slab.regions() if r.first_chunk not in self.space.unmade}
         used, moving = self.slots.used(), self.slots.moving()
-        recorded, shapes, sizes = await self.commit.on_index_thread(self._read_all)
+        try:
+            recorded, shapes, sizes = await self.commit.on_index_thread(self._read_all)
+        except (OSError, KVStoreError) as exc:
+            return [*problems, f"index and segment files can't be read: {exc}"]
         used |= self.slots.used()
         moving |= self.slots.moving()
         named = set(recorded)
