@@ -176,6 +176,7 @@ def test_what_did_not_hold_is_a_fault(changes: dict[str, Any], said: str) -> Non
 
 
 @pytest.mark.stress
+@pytest.mark.timeout(300)
 def test_the_whole_demo_holds() -> None:
     done = run(MODEL="")
     assert done.returncode == 0, done.stderr
