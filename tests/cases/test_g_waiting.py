@@ -173,7 +173,6 @@ def test_g05_a_memory_full_of_pins_still_serves_copies_of_what_lies_on_ssd(short
         cold = store_on_ssd(client, ns, "cold", 64)
         pin_everything(daemon, client, holder, ns)
         assert client.get(ns, cold) == [Outcome.HIT] * 64
-        assert "ssd" in client.tiers_of(ns, cold), "not all were promoted: there was no room"
         client.check(verify=True)
 
 

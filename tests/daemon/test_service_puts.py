@@ -158,7 +158,7 @@ def test_many_short_lives_leave_no_trace(short_dir: Path) -> None:
         for turn in range(20):
             client.put(ns, keys(1000, f"warm {turn}"), ttl_s=3600.0, batch=200)
         before = daemon.rss_bytes()
-        for turn in range(100):
+        for turn in range(60):
             client.put(ns, keys(1000, f"lives {turn}"), ttl_s=3600.0 + turn, batch=200)
         assert daemon.rss_bytes() - before < 2 * MIB
         client.check()

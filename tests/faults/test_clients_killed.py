@@ -58,13 +58,13 @@ def test_client_stopped_while_it_writes_spoils_no_block(short_dir: Path, mode: s
         ns = client.open(SPACE)
         writer.call("open", 64 * KIB)
         assert writer.call("reserve", 8, "contested") == [Outcome.GRANTED] * 8
-        writer.begin("write_for", 4.0)
+        writer.begin("write_for", 2.0)
         writer.signal(signal.SIGSTOP)
         eventually(lambda: client.stats()["sessions"]["quarantined_slots"] == 8, "its time is over")
         assert set(client.put(ns, keys(8, "contested"))) == {Outcome.SEALED}
         pressure(client, ns, "while it is stopped")
         writer.signal(signal.SIGCONT)
-        for turn in range(5):
+        for turn in range(3):
             pressure(client, ns, f"while it writes {turn}")
             assert set(client.get(ns, keys(8, "contested"))) <= {Outcome.HIT, Outcome.ABSENT}
         assert set(writer.end()) <= {Outcome.REFUSED, 0}, "its seal is refused"

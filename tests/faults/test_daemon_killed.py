@@ -105,7 +105,7 @@ class Load:
             client.check(verify=True)
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.stress)])
 def test_daemon_killed_at_random_moments_keeps_all_that_was_durable(short_dir: Path, kills: int) -> None:
     chance = random.Random(kills)
     with running(short_dir, cpu="32MiB", ssd="3GiB") as daemon:
@@ -118,7 +118,7 @@ def test_daemon_killed_at_random_moments_keeps_all_that_was_durable(short_dir: P
             load.end()
             daemon.start(within_s=15)
             load.verify()
-        assert len(load.durable) > 20 * kills // 5
+        assert len(load.durable) > 10 * kills
         assert disk_bytes(daemon.ssd_dir) <= 3072 * MIB
 
 
@@ -127,7 +127,7 @@ def test_daemon_killed_while_it_starts_starts_again(short_dir: Path) -> None:
     with running(short_dir, cpu="16MiB") as daemon:
         with daemon.client() as client:
             client.put(client.open(SPACE), keys(100), durable=True)
-        for _ in range(5):
+        for _ in range(3):
             daemon.kill()
             daemon.launch()
             ends_s = time.monotonic() + chance.uniform(0.2, 0.6)
@@ -141,12 +141,12 @@ def test_daemon_killed_while_it_starts_starts_again(short_dir: Path) -> None:
 
 def test_namespace_dropped_before_a_kill_stays_dropped(short_dir: Path) -> None:
     with running(short_dir, cpu="16MiB") as daemon:
-        for turn in range(4):
+        for turn in range(2):
             hashes = keys(60, f"turn {turn}")
             with daemon.client() as client:
                 ns = client.open(SPACE)
                 client.put(ns, hashes, durable=turn % 2 == 0)
-                body = client.report(wire.DropNamespace(client.next_id(), SPACE.digest if turn < 2 else None))
+                body = client.report(wire.DropNamespace(client.next_id(), SPACE.digest if turn else None))
                 assert body["blocks"] >= 60
                 assert client.get(ns, hashes) == [Outcome.ABSENT] * 60
                 after = keys(20, f"after {turn}")

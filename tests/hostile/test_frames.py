@@ -316,11 +316,11 @@ def test_small_requests_with_large_replies_cost_no_memory(daemon: Daemon) -> Non
     """Each of these requests takes 8 bytes and its reply thousands: what is not read must not be made."""
     sock = greeted(daemon)
     before = daemon.rss_bytes()
-    count = 20_000
+    count = 4_000
     sock.sendall(bytes(wire.encode(wire.Stats(9))) * count)
     with daemon.client() as client:
         begun_s = time.monotonic()
-        while time.monotonic() - begun_s < 2:
+        while time.monotonic() - begun_s < 0.5:
             client.ask(wire.Ping(client.next_id()))
             assert daemon.rss_bytes() - before < 8 * MIB
     frames, replies = wire.FrameBuffer(), 0
