@@ -306,10 +306,12 @@ class Mover:
         free = self._disk.free_slots(tenancy.block_bytes)
         wanted = self._free_ahead_slots(slot_bytes) - free - self._leaving_slots
         while wanted > 0:
-            victims = self._victims.for_slot(slot_bytes)
-            if not victims:
+            victims = self._victims.for_slots(slot_bytes, wanted)
+            if not victims.rows:
                 return
-            for row in victims:
+            for row in victims.rows:
+                if wanted <= 0 and not victims.is_region:
+                    break
                 if self._catalog.is_evictable(row, Tier.SSD):
                     wanted -= self._catalog.evict_with_slices(row, Tier.SSD, Cause.PRESSURE)
         self._work_deletes.set()

@@ -21,7 +21,7 @@ from kvstore.tenancy import Tenancy
 from kvstore.tiers.memory import MemoryTier
 from kvstore.victims import Victims
 
-_ROUNDS_MAX = 64  # for one slot: a bound on what one request may cost
+_ROUNDS_MAX = 64  # without a slot gained: a bound on what one request may cost
 
 
 class Room:
@@ -35,10 +35,9 @@ class Room:
 
     def take_many(self, tenancy: Tenancy, count: int) -> list[int]:
         """Return the offsets of up to `count` slots for blocks of `tenancy`, evicting for those that aren't free."""
-        if tenancy.tenant in self._quotas:
-            offsets: list[int] = []
-        else:
-            offsets = self._memory.allocate_many(tenancy.slot_bytes, count)
+        if tenancy.tenant not in self._quotas:
+            return self._make_room(tenancy.slot_bytes, count)
+        offsets: list[int] = []
         while len(offsets) < count:
             offset = self.take(tenancy, taken=len(offsets))
             if offset is None:
@@ -48,23 +47,32 @@ class Room:
 
     def take(self, tenancy: Tenancy, *, for_load: bool = False, taken: int = 0) -> int | None:
         """Return the offset of a slot for a block of `tenancy`, or None; `taken` slots are not charged to it yet."""
-        offset: int | None = None
         if self._meet_quota(tenancy, taken):
-            offset = self._memory.allocate(tenancy.slot_bytes)
-            rounds = 0
-            while offset is None and rounds < _ROUNDS_MAX:
-                victims = self._victims.for_slot(tenancy.slot_bytes)
-                if not victims:
-                    break
-                for row in victims:
-                    # One that was evicted a moment ago as another's slice is no victim any more.
-                    if self._catalog.is_evictable(row, Tier.CPU):
-                        self.evict(row, Cause.PRESSURE)
-                offset = self._memory.allocate(tenancy.slot_bytes)
-                rounds += 1
-        if offset is None and for_load:
-            offset = self._memory.allocate_transit(tenancy.slot_bytes)
-        return offset
+            for offset in self._make_room(tenancy.slot_bytes, 1):
+                return offset
+        return self._memory.allocate_transit(tenancy.slot_bytes) if for_load else None
+
+    def _make_room(self, slot_bytes: int, count: int) -> list[int]:
+        """Return the offsets of up to `count` ordinary slots, evicting for those that aren't free."""
+        offsets = self._memory.allocate_many(slot_bytes, count)
+        fruitless = 0
+        while len(offsets) < count and fruitless < _ROUNDS_MAX:
+            victims, before = self._victims.for_slots(slot_bytes, count - len(offsets)), len(offsets)
+            if not victims.rows:
+                break
+            for row in victims.rows:
+                # One that was evicted a moment ago as another's slice is no victim any more.
+                if not self._catalog.is_evictable(row, Tier.CPU):
+                    continue
+                self.evict(row, Cause.PRESSURE)
+                if not victims.is_region:
+                    offsets += self._memory.allocate_many(slot_bytes, count - len(offsets))
+                    if len(offsets) == count:
+                        break  # what went along with others as their slices was enough
+            if victims.is_region:
+                offsets += self._memory.allocate_many(slot_bytes, count - len(offsets))
+            fruitless += len(offsets) == before
+        return offsets
 
     def evict(self, row: int, cause: Cause) -> int:
         """Evict a block's copy, with its other slices, from the cpu tier and return how many copies went."""

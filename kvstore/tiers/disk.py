@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -248,9 +248,17 @@ class DiskTier:
         """Return the segments to empty so that one of another class fits where `address` lies; there may be none."""
         return self._space.slab.clearing(address, slot_bytes)
 
-    def owners(self, segment: int) -> list[int]:
-        """Return what `set_owner` noted for each used slot of a segment; NOBODY where nothing was."""
+    def owners(self, segment: int) -> Iterator[int]:
+        """Yield what `set_owner` noted for each used slot of a segment; NOBODY where nothing was."""
         return self._space.slab.owners(segment)
+
+    def region_at(self, address: int) -> int:
+        """Return the segment that an address lies in; NOBODY if in none."""
+        return self._space.slab.region_at(address)
+
+    def region_starts(self) -> list[int]:
+        """Return the first address of each segment."""
+        return [region.start for region in self._space.slab.regions()]
 
     def take_lost(self) -> array[int]:
         """Return the addresses of blocks whose segment has vanished or was cut off: forget them.

@@ -17,11 +17,11 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvstore.errors import BadSetting, TierUnavailable
-from kvstore.tiers.slab import Slab
+from kvstore.tiers.slab import NOBODY, Slab
 
 HUGE_PAGE_BYTES = 2 << 20
 _CHUNK_BYTES_MAX = 64 << 20
@@ -157,9 +157,17 @@ class MemoryTier:
         """Return the regions to empty for one of another class where `offset` lies; none for a slot in transit."""
         return () if self.is_transit(offset) else self.slab.clearing(offset - self._transit_bytes, slot_bytes)
 
-    def owners(self, region: int) -> list[int]:
-        """Return the rows of all used slots in a region, NOBODY for one being written."""
+    def owners(self, region: int) -> Iterator[int]:
+        """Yield the rows of all used slots in a region, NOBODY for one being written."""
         return self.slab.owners(region)
+
+    def region_at(self, offset: int) -> int:
+        """Return the region that holds `offset`; NOBODY for a slot in transit."""
+        return NOBODY if self.is_transit(offset) else self.slab.region_at(offset - self._transit_bytes)
+
+    def region_starts(self) -> list[int]:
+        """Return the first offset of each region of ordinary slots."""
+        return [region.start + self._transit_bytes for region in self.slab.regions()]
 
     def view(self, offset: int, length: int) -> memoryview:
         """Return the bytes of a slot, writable. The view must be let go before `close`."""

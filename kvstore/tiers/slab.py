@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import compress
 
 ALIGNMENT_BYTES = 4096
 NOBODY = -1
@@ -207,11 +208,16 @@ class Slab:
                 best, least = tuple(found), cost
         return best
 
-    def owners(self, first_chunk: int) -> list[int]:
-        """Return what `set_owner` noted for each used slot of a region; NOBODY where nothing was."""
+    def owners(self, first_chunk: int) -> Iterator[int]:
+        """Yield what `set_owner` noted for each used slot of a region; NOBODY where nothing was."""
         region = self._owner[first_chunk]
         assert region is not None
-        return [owner for owner, used in zip(region.owner, region.used, strict=True) if used]
+        return compress(region.owner, region.used)
+
+    def region_at(self, offset: int) -> int:
+        """Return the first chunk of the region that holds `offset`; NOBODY if there is none."""
+        region = self._owner[offset // self.chunk_bytes]
+        return NOBODY if region is None else region.first_chunk
 
     def regions_possible(self, slot_bytes: int) -> int:
         """Return how many more regions of this class fit, the empty ones of other classes given back."""

@@ -170,7 +170,7 @@ def test_the_owner_of_a_slot_is_forgotten_when_it_is_freed() -> None:
     slab.set_owner(offset, 7)
     slab.free(offset)
     assert slab.allocate(4 * KIB) == offset
-    assert slab.owners(0) == [NOBODY]
+    assert list(slab.owners(0)) == [NOBODY]
     assert slab.owner_at(offset + 1) == slab.owner_at(100 * CHUNK) == NOBODY
 
 
