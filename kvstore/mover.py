@@ -294,10 +294,10 @@ class Mover:
     def _meet_quota(self, tenancy: Tenancy) -> bool:
         quota = self._quotas.get(tenancy.tenant)
         while quota is not None and self._catalog.charged_bytes(tenancy, Tier.SSD) + tenancy.slots[Tier.SSD] > quota:
-            victim = self._victims.for_tenant(tenancy.tenant)
-            if victim is None:
+            victims = self._victims.for_tenant(tenancy.tenant)
+            if not victims:
                 return False
-            self._catalog.evict_with_slices(victim, Tier.SSD, Cause.QUOTA)
+            self._catalog.evict_with_slices(victims[0], Tier.SSD, Cause.QUOTA)
         return True
 
     def free_ahead(self, tenancy: Tenancy) -> None:

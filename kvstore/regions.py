@@ -24,8 +24,9 @@ _REGIONS_TRIED = 64  # in one search
 _ROWS_TRIED = 512  # at the cold end of one class
 _ROWS_TRIED_IN_ALL = 2048
 _OWNERS_TRIED = 4096  # rows inside regions; the region at which this is reached is still looked through
-_TRUSTED_TICKS = 10  # for so long a slot that was being written is taken to be so still, and a vain search is not
-# repeated, as long as the own class has something to give
+# For so long a slot seen being written is taken to be so still, and a vain search is not repeated; not where the own
+# class has nothing to give.
+_TRUSTED_TICKS = 10
 
 
 class Space(Protocol):
@@ -86,6 +87,7 @@ class RegionSearch:
         if found is not None or not attempt.regions:
             return found
         # What is coldest is in use here and there: go on where the last such search ended, whatever lies there.
+        attempt = _Attempt(now)
         starts = self._space.region_starts()
         hand = self._hand % max(1, len(starts))
         for start in islice(chain(starts[hand:], starts[:hand]), _REGIONS_TRIED):
@@ -106,11 +108,12 @@ class RegionSearch:
                     break
                 attempt.rows += 1
                 region = space.region_at(slots[row])
-                if region not in attempt.regions:
-                    attempt.regions.add(region)
-                    rows = self._clearable(space.clearing(slots[row], slot_bytes), attempt)
-                    if rows:
-                        return Found(rows, idle)
+                if region == NOBODY or region in attempt.regions:
+                    continue
+                attempt.regions.add(region)
+                rows = self._clearable(space.clearing(slots[row], slot_bytes), attempt)
+                if rows:
+                    return Found(rows, idle)
         return None
 
     def _lanes(self, slot_bytes: int, idle_ticks: float, now: int) -> Iterator[int]:

@@ -22,6 +22,7 @@ from kvstore.tiers.memory import MemoryTier
 from kvstore.victims import Victims
 
 _ROUNDS_MAX = 64  # without a slot gained: a bound on what one request may cost
+_QUOTA_STEP = 32  # slots
 
 
 class Room:
@@ -39,17 +40,18 @@ class Room:
             return self._make_room(tenancy.slot_bytes, count)
         offsets: list[int] = []
         while len(offsets) < count:
-            offset = self.take(tenancy, taken=len(offsets))
-            if offset is None:
+            # In small steps: what a quota makes a tenant give up may be of another size, and of no use.
+            step = min(_QUOTA_STEP, count - len(offsets))
+            taken = self._make_room(tenancy.slot_bytes, self._meet_quota(tenancy, len(offsets), step))
+            offsets += taken
+            if len(taken) < step:
                 break
-            offsets.append(offset)
         return offsets
 
-    def take(self, tenancy: Tenancy, *, for_load: bool = False, taken: int = 0) -> int | None:
-        """Return the offset of a slot for a block of `tenancy`, or None; `taken` slots are not charged to it yet."""
-        if self._meet_quota(tenancy, taken):
-            for offset in self._make_room(tenancy.slot_bytes, 1):
-                return offset
+    def take(self, tenancy: Tenancy, *, for_load: bool = False) -> int | None:
+        """Return the offset of a slot for a block of `tenancy`, or None."""
+        for offset in self._make_room(tenancy.slot_bytes, self._meet_quota(tenancy, 0, 1)):
+            return offset
         return self._memory.allocate_transit(tenancy.slot_bytes) if for_load else None
 
     def _make_room(self, slot_bytes: int, count: int) -> list[int]:
@@ -83,13 +85,23 @@ class Room:
     def _would_be_lost(self, row: int) -> bool:
         return Tier.SSD in self._catalog.tiers and self._catalog.table.residency[row] == Tier.CPU.bit
 
-    def _meet_quota(self, tenancy: Tenancy, taken: int) -> bool:
+    def _meet_quota(self, tenancy: Tenancy, taken: int, count: int) -> int:
+        """Evict among the tenant's own blocks; return how many of `count` slots more its quota has room for then.
+
+        `taken` slots are not charged to it yet.
+        """
         quota = self._quotas.get(tenancy.tenant)
         if quota is None:
-            return True
-        while self._catalog.charged_bytes(tenancy, Tier.CPU) + (taken + 1) * tenancy.slot_bytes > quota:
-            victim = self._victims.for_tenant(tenancy.tenant)
-            if victim is None:
-                return False
-            self.evict(victim, Cause.QUOTA)
-        return True
+            return count
+        wanted_bytes = (taken + count) * tenancy.slot_bytes
+        while (over_bytes := self._catalog.charged_bytes(tenancy, Tier.CPU) + wanted_bytes - quota) > 0:
+            over = -(-over_bytes // tenancy.slot_bytes)
+            victims = self._victims.for_tenant(tenancy.tenant, over)
+            if not victims:
+                return max(0, count - over)
+            for row in victims:
+                if self._catalog.charged_bytes(tenancy, Tier.CPU) + wanted_bytes <= quota:
+                    break
+                if self._catalog.is_evictable(row, Tier.CPU):
+                    self.evict(row, Cause.QUOTA)
+        return count

@@ -79,9 +79,9 @@ class Victims:
                 return Choice(found.rows, is_region=True)
         return Choice(own)
 
-    def for_tenant(self, tenant: str) -> int | None:
-        """Return the row a tenant should give up first."""
-        return next(iter(self._coldest(self._lanes(tenant=tenant), 1)), None)
+    def for_tenant(self, tenant: str, count: int = 1) -> Sequence[int]:
+        """Return up to `count` rows that a tenant should give up first, of whatever size."""
+        return self._coldest(self._lanes(tenant=tenant), count)
 
     def _lanes(self, slot_bytes: int | None = None, tenant: str | None = None) -> list[int]:
         return [

@@ -88,6 +88,7 @@ class Slab:
         self._free_chunks = chunks
         self._open: dict[int, dict[int, Region]] = {}  # slot size -> regions with a free slot, by first chunk
         self._count: dict[int, int] = {}  # slot size -> number of regions
+        self._empty: dict[int, Region] = {}  # regions without a used slot, by first chunk
         self._on_create = on_create
         self._on_release = on_release
 
@@ -137,6 +138,7 @@ class Slab:
             del region.free_slots[len(region.free_slots) - len(taken) :]
             if not region.free_slots:
                 del self._open[slot_bytes][region.first_chunk]
+            self._empty.pop(region.first_chunk, None)
             start, used = region.start, region.used
             for slot in reversed(taken):
                 used[slot] = 1
@@ -153,6 +155,8 @@ class Slab:
         region.owner[slot] = NOBODY
         region.free_slots.append(slot)
         self._open.setdefault(region.slot_bytes, {})[region.first_chunk] = region
+        if len(region.free_slots) == region.slots:
+            self._empty[region.first_chunk] = region
         self.used_bytes -= region.slot_bytes
 
     def set_owner(self, offset: int, owner: int) -> None:
@@ -183,6 +187,8 @@ class Slab:
         region.free_slots = array("I", (s for s in range(region.slots - 1, -1, -1) if not region.used[s]))
         if not region.free_slots:
             self._open[region.slot_bytes].pop(region.first_chunk, None)
+        if region.used_slots:
+            self._empty.pop(region.first_chunk, None)
         self.used_bytes += len(slots) * region.slot_bytes
 
     def region_of(self, offset: int) -> Region:
@@ -237,6 +243,7 @@ class Slab:
             self._owner[chunk] = None
         self._free_chunks += region.chunks
         self._open[region.slot_bytes].pop(region.first_chunk, None)
+        del self._empty[region.first_chunk]
         self._count[region.slot_bytes] -= 1
         if self._on_release is not None:
             self._on_release(region)
@@ -274,6 +281,8 @@ class Slab:
             assert len(set(region.free_slots)) == len(region.free_slots)
             is_open = region.first_chunk in self._open.get(region.slot_bytes, {})
             assert is_open == bool(region.free_slots), f"region {region.first_chunk} is listed wrong"
+            is_empty = region.first_chunk in self._empty
+            assert is_empty == (not region.used_slots), f"region {region.first_chunk} is taken for empty, or for used"
             used_bytes += region.used_slots * region.slot_bytes
             owned += region.chunks
         assert used_bytes == self.used_bytes <= self.capacity_bytes
@@ -285,9 +294,10 @@ class Slab:
             return None
         first = self._free_run(span)
         if first is None:
-            for region in [r for r in self.regions() if r.used_slots == 0 and r.slot_bytes != slot_bytes]:
+            others = [region for region in self._empty.values() if region.slot_bytes != slot_bytes]
+            for region in others:
                 self.release(region)
-            first = self._free_run(span)
+            first = self._free_run(span) if others else None
         return None if first is None else self._install(first, slot_bytes, span)
 
     def _free_run(self, span: int) -> int | None:
@@ -306,6 +316,7 @@ class Slab:
             self._owner[chunk] = region
         self._free_chunks -= span
         self._open.setdefault(slot_bytes, {})[first_chunk] = region
+        self._empty[first_chunk] = region
         self._count[slot_bytes] = self._count.get(slot_bytes, 0) + 1
         if self._on_create is not None:
             self._on_create(region)
