@@ -19,6 +19,7 @@ SPACE = namespace(64 * KIB)
 # ---- E01
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("block_kib", [256, pytest.param(4, marks=pytest.mark.stress)])
 def test_e01_four_times_the_cap_never_takes_more_than_the_cap_on_disk(short_dir: Path, block_kib: int) -> None:
     """Segments, index and temporary files together, sampled while 256 MiB are put into a tier of 64 MiB."""

@@ -118,6 +118,7 @@ class Chaos:
         self.client.report(wire.Gc(self.client.next_id()))
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seconds", [3.0, pytest.param(90.0, marks=pytest.mark.stress)])
 @pytest.mark.parametrize("policy", ["through", "back"])
 def test_everything_at_once_leaves_every_block_exact(short_dir: Path, policy: str, seconds: float) -> None:
