@@ -78,19 +78,23 @@ class Daemon:
 
     def start(self, *, within_s: float = START_S) -> Daemon:
         """Start the process and return when it answers."""
+        return self.start_for(lambda: self.client(want_pool=False, timeout_s=START_S), within_s=within_s)
+
+    def start_for(self, connect: Callable[[], RawClient], *, within_s: float = START_S) -> Daemon:
+        """Start the process and return when it answers those who connect so."""
         self.launch()
         try:
-            eventually(self._answers, "the daemon answers", within_s=within_s)
+            eventually(lambda: self._answers(connect), "the daemon answers", within_s=within_s)
         except BaseException:
             self.kill()
             raise
         return self
 
-    def _answers(self) -> bool:
+    def _answers(self, connect: Callable[[], RawClient]) -> bool:
         assert self.process is not None
         assert self.process.poll() is None, f"the daemon ended with {self.process.returncode}:\n{self.log_text()}"
         try:
-            RawClient(self.socket, want_pool=False, timeout_s=START_S).close()
+            connect().close()
         except (OSError, KVStoreError):
             return False
         return True
@@ -141,6 +145,18 @@ class Daemon:
     def disk_bytes(self) -> int:
         """Return what all files of the ssd directory take on disk now."""
         return disk_bytes(self.ssd_dir)
+
+
+def start_and_fail(daemon: Daemon, within_s: float = START_S) -> tuple[int, str]:
+    """Return the exit status and the text of a daemon that should not come up."""
+    daemon.launch()
+    assert daemon.process is not None
+    try:
+        status = daemon.process.wait(within_s)
+        daemon.process = None
+    finally:
+        daemon.kill()
+    return status, daemon.log_text()
 
 
 def disk_bytes(directory: Path) -> int:

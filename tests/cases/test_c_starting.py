@@ -16,23 +16,11 @@ import pytest
 
 from kvstore import wire
 from kvstore.wire import Outcome
-from tests.daemon_fixture import KIB, MIB, Daemon, eventually, running
+from tests.daemon_fixture import KIB, MIB, Daemon, eventually, running, start_and_fail
 from tests.product import ROOT
 from tests.rawclient import keys, namespace
 
 SPACE = namespace(64 * KIB)
-
-
-def start_and_fail(daemon: Daemon, within_s: float = 60.0) -> tuple[int, str]:
-    """Return the exit status and the text of a daemon that should not come up."""
-    daemon.launch()
-    assert daemon.process is not None
-    try:
-        status = daemon.process.wait(within_s)
-        daemon.process = None
-    finally:
-        daemon.kill()
-    return status, daemon.log_text()
 
 
 def kvctl(*words: str) -> subprocess.CompletedProcess[str]:

@@ -17,8 +17,7 @@ from kvstore.block import Namespace
 from kvstore.checksum import checksum
 from kvstore.errors import BadNamespace, BadRecord, KVStoreError, UsageError
 from kvstore.wire import Outcome
-from tests.cases.test_c_starting import start_and_fail
-from tests.daemon_fixture import KIB, Daemon, running
+from tests.daemon_fixture import KIB, Daemon, running, start_and_fail
 from tests.rawclient import keys, namespace
 
 SPACE = namespace(64 * KIB)
