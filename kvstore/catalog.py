@@ -28,7 +28,7 @@ from kvstore.expiry import ExpiryQueue
 from kvstore.lifecycle import Copy, CopyEvent
 from kvstore.policy import Policy
 from kvstore.table import NEVER_S, NO_SLOT, BlockTable, Columns, Tier
-from kvstore.tenancy import Tenancy
+from kvstore.tenancy import Tenancies, Tenancy
 
 TICKS_PER_S = 100
 _PIN_LOOK_S = 10.0  # how often a pinned block whose life is over is looked at
@@ -64,19 +64,17 @@ class Catalog:
         self.policies = policies
         self.table = BlockTable(self.tiers)
         self.counters = {tier: TierCounters() for tier in self.tiers}
-        self.tenancies: list[Tenancy] = []
+        self.namespaces = Tenancies(self.tiers)
+        self.tenancies = self.namespaces.by_number
         self.departed: deque[int] = deque()  # rows whose ssd copy is DELETING, and not yet handed to the tier
         self.pinned: dict[int, float] = {}  # row -> end of an operator's pin, boottime
         self.used_bytes: dict[tuple[str, Tier], int] = {}  # of READY copies, by tenant and tier
         self.promised_bytes: dict[tuple[str, Tier], int] = {}  # of slots that are being filled or written
-        self.lanes: list[tuple[int, str, Tier]] = []  # lane -> slot size, tenant, tier
+        self.lanes = self.namespaces.lanes
         self._free_slot = free_slot
         self._is_transit = is_transit
         self._now_s = now_s
         self._start_s = now_s()
-        self._by_identity: dict[tuple[str, bytes], Tenancy] = {}
-        self._groups: dict[tuple[str, bytes], list[Tenancy]] = {}
-        self._lane_numbers: dict[tuple[int, str, Tier], int] = {}
         self._unsettled: set[int] = set()  # held rows that have something to give back when they are let go
         self._condemned: deque[Iterator[tuple[bytes, int]]] = deque()
         self._expiry = ExpiryQueue(self._start_s)
@@ -86,21 +84,11 @@ class Catalog:
 
     def tenancy(self, tenant: str, namespace: Namespace, slots: Mapping[Tier, int]) -> Tenancy:
         """Return the entry of a tenant's namespace, made at first use; `slots`: what a block takes in each tier."""
-        found = self._by_identity.get((tenant, namespace.digest))
-        if found is not None:
-            return found
-        siblings = self._groups.setdefault((tenant, namespace.group_digest), [])
-        lanes = {tier: self._lane(slots[tier], tenant, tier) for tier in self.tiers}
-        made = Tenancy(len(self.tenancies), tenant, namespace, slots, lanes, siblings)
-        made.blocks = dict.fromkeys(self.tiers, 0)
-        siblings.append(made)
-        self.tenancies.append(made)
-        self._by_identity[tenant, namespace.digest] = made
-        return made
+        return self.namespaces.tenancy(tenant, namespace, slots)
 
     def named(self, digest: bytes) -> list[Tenancy]:
         """Return the entries of a namespace, one a tenant that has it."""
-        return [tenancy for (_, known), tenancy in self._by_identity.items() if known == digest]
+        return self.namespaces.named(digest)
 
     def drop_all(self, tenancy: Tenancy) -> int:
         """Make everything in a namespace invisible at once and return how many blocks that were."""
@@ -490,10 +478,3 @@ class Catalog:
             self._unlink(row)
             self.pinned.pop(row, None)
             table.remove(row)
-
-    def _lane(self, slot_bytes: int, tenant: str, tier: Tier) -> int:
-        key = (slot_bytes, tenant, tier)
-        if key not in self._lane_numbers:
-            self._lane_numbers[key] = len(self.lanes)
-            self.lanes.append(key)
-        return self._lane_numbers[key]

@@ -98,6 +98,21 @@ class NamespaceCounters:
     delivered_blocks: int = 0
     evictions: dict[Cause, int] = field(default_factory=_per_cause)
 
+    def add(self, other: NamespaceCounters) -> None:
+        """Count what another has counted, too."""
+        for name in ("queried_blocks", "stored_blocks", "present_blocks", "busy_blocks", "delivered_blocks"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.hit_blocks.update(other.hit_blocks)
+        for reason, count in other.misses.items():
+            self.misses[reason] += count
+        for cause, count in other.evictions.items():
+            self.evictions[cause] += count
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether nothing was looked up or stored: then all else is zero, too."""
+        return not (self.queried_blocks or self.stored_blocks or self.present_blocks or self.busy_blocks)
+
     def report(self, tiers: tuple[Tier, ...]) -> dict[str, object]:
         return {
             "queried_blocks": self.queried_blocks,

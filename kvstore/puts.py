@@ -43,6 +43,7 @@ class Ticket:
     offsets: list[int]
     ends_s: float
     arena: WriteWindow | None  # strict mode: `offsets` lie there, not in the pool
+    ttl_s: float | None = None  # life of what is sealed without one of its own; None: the namespace's
 
     @property
     def slot_charge(self) -> int:
@@ -115,6 +116,10 @@ class Puts:
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+    def namespaces(self) -> set[int]:
+        """Return the numbers of the namespaces of tickets and of those who wait."""
+        return {ticket.tenancy.number for ticket in self._tickets.values()} | {number for number, _ in self._arrivals}
 
     def reserve(
         self, session: Session, tenancy: Tenancy, hashes: Sequence[bytes], now_s: float, *, pool: bool = False

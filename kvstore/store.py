@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -287,14 +287,17 @@ class Store:
         self.puts.end_session(session, gone=gone)
         self.leases.end_session(session, gone=gone)
 
-    def tenancy(self, tenant: str, namespace: Namespace, ttl_s: float | None = None) -> Tenancy:
-        """Return a tenant's view of a namespace, made at first use; a positive `ttl_s` becomes its default."""
-        known = len(self.catalog.tenancies)
-        found = self.catalog.tenancy(tenant, namespace, slots_for(namespace))
-        if len(self.catalog.tenancies) > known:
-            found.ttl_s = self.settings.ttl_s
-        if ttl_s:
-            found.ttl_s = ttl_s
+    def tenancy(self, tenant: str, namespace: Namespace) -> Tenancy:
+        """Return a tenant's view of a namespace, made at first use; Backpressure where there are too many.
+
+        It may be forgotten while it is empty, except between its `begin_use` and `end_use`.
+        """
+        namespaces = self.catalog.namespaces
+        found = namespaces.find(tenant, namespace.digest)
+        if found is None:
+            slots = slots_for(namespace)
+            namespaces.check_room(tenant, namespace, slots)
+            found = namespaces.tenancy(tenant, namespace, slots, self.settings.ttl_s)
         return found
 
     def check_fits(self, namespace: Namespace) -> None:
@@ -351,23 +354,28 @@ class Store:
 
     # ---- dropping
 
-    async def verify_in_memory(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> int:
-        """Drop those of these blocks whose bytes in memory don't match their checksums; return how many."""
+    async def verify(self, rows: Iterable[int], tiers: Collection[Tier]) -> list[bytes]:
+        """Drop those of these blocks whose bytes in one of `tiers` don't match their checksum; return their hashes."""
         table = self.catalog.table
-        found = {self.catalog.find(tenancy, block_hash) for block_hash in hashes} - {None}
-        rows = [row for row in found if row is not None and table.residency[row] & Tier.CPU.bit]
-        for row in rows:
+        held = [row for row in rows if table.hash[row] is not None]
+        for row in held:
             self.catalog.hold(row)
         try:
-            views = [self.memory.view(table.slot[Tier.CPU][row], self.block_bytes(row)) for row in rows]
-            sums = await in_thread(lambda: [checksum(view) for view in views])
-            bad = [row for row, s in zip(rows, sums, strict=True) if table.checksum[row] not in (NOT_COMPUTED, s)]
+            bad: set[int] = set()
+            if Tier.CPU in tiers:
+                here = [row for row in held if table.residency[row] & Tier.CPU.bit]
+                views = [self.memory.view(table.slot[Tier.CPU][row], self.block_bytes(row)) for row in here]
+                sums = await in_thread(lambda: [checksum(view) for view in views])
+                bad = {row for row, s in zip(here, sums, strict=True) if table.checksum[row] not in (NOT_COMPUTED, s)}
+                self.catalog.counters[Tier.CPU].checksum_failures += len(bad)
+            if Tier.SSD in tiers and self.mover is not None:
+                bad |= await self.mover.loads.verify([row for row in held if table.residency[row] & Tier.SSD.bit])
+            hashes = [block_hash for row in bad if (block_hash := table.hash[row]) is not None]
             for row in bad:
-                self.catalog.counters[Tier.CPU].checksum_failures += 1
                 self.catalog.drop(row, Cause.DROP)
-            return len(bad)
+            return hashes
         finally:
-            for row in rows:
+            for row in held:
                 self.catalog.unhold(row)
 
     async def drop_blocks(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> bytes:

@@ -1,13 +1,30 @@
-"""A namespace as one tenant sees it: the unit of visibility, epochs and counting. The catalog owns its fields."""
+"""Namespaces as tenants see them: the unit of visibility, epochs and counting. The catalog owns their fields.
+
+Invariants
+1. There is one tenancy for a tenant's namespace, and all slices of a group know each other.
+2. What is made for engines is bounded: namespaces in all and a tenant, slices a group, sizes of blocks.
+3. A number is given to another namespace only when no block, ticket or connection knows the former one, and with it
+   nothing durable is lost: an epoch above 0 and a life that was set are remembered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvstore.block import Namespace
 from kvstore.counters import NamespaceCounters
+from kvstore.errors import Backpressure
 from kvstore.table import Tier
+
+NAMESPACES_MAX = 65_536
+TENANT_NAMESPACES_MAX = 32_768
+IDLE_KEPT = 1024  # so many namespaces keep their counters even if nothing is stored or open of them
+SLICES_MAX = 256
+LANES_MAX = 1024
+TENANT_LANES_MAX = 256
+_K = TypeVar("_K")
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +45,8 @@ class Tenancy:
     ttl_s: float = 0.0
     any_expire: bool = False  # whether a block of it ever had an end: if not, nobody need look
     disk_number: int | None = None
+    users: int = 0  # connections that have it open, and work under way
+    used_times: int = 0
     rows: dict[bytes, int] = field(default_factory=dict[bytes, int])
     blocks: dict[Tier, int] = field(default_factory=dict[Tier, int])
     counters: NamespaceCounters = field(default_factory=NamespaceCounters)
@@ -40,3 +59,132 @@ class Tenancy:
     @property
     def block_bytes(self) -> int:
         return self.namespace.block_bytes
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing visible is stored of it and nobody has it open."""
+        return not self.users and not self.rows and not any(self.blocks.values())
+
+    def begin_use(self) -> None:
+        """Keep it from being forgotten until `end_use`."""
+        self.users += 1
+        self.used_times += 1
+
+    def end_use(self) -> None:
+        """Undo one `begin_use`."""
+        assert self.users > 0
+        self.users -= 1
+
+
+class Tenancies:
+    """All of them. `by_number` has forgotten ones, too, until their numbers are given to others."""
+
+    def __init__(self, tiers: tuple[Tier, ...]) -> None:
+        self.by_number: list[Tenancy] = []
+        self.lanes: list[tuple[int, str, Tier]] = []  # lane -> slot size, tenant, tier
+        self.forgotten: dict[str, NamespaceCounters] = {}  # what was counted of forgotten ones, by tenant
+        self._tiers = tiers
+        self._by_identity: dict[tuple[str, bytes], Tenancy] = {}
+        self._by_digest: dict[bytes, list[Tenancy]] = {}
+        self._groups: dict[tuple[str, bytes], list[Tenancy]] = {}
+        self._lane_numbers: dict[tuple[int, str, Tier], int] = {}
+        self._tenant_namespaces: dict[str, int] = {}
+        self._tenant_lanes: dict[str, int] = {}
+        self._free_numbers: list[int] = []
+        self._remembered: dict[tuple[str, bytes], tuple[int, float, int | None]] = {}  # epoch, life, number on disk
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    def known(self) -> list[Tenancy]:
+        """Return those that are not forgotten, the oldest first."""
+        return list(self._by_identity.values())
+
+    def find(self, tenant: str, digest: bytes) -> Tenancy | None:
+        return self._by_identity.get((tenant, digest))
+
+    def named(self, digest: bytes) -> list[Tenancy]:
+        """Return those of a namespace, one a tenant that has it."""
+        return list(self._by_digest.get(digest, ()))
+
+    def check_room(self, tenant: str, namespace: Namespace, slots: Mapping[Tier, int]) -> None:
+        """Raise Backpressure if one more would be over a limit. What a restart finds is exempt."""
+        if self.find(tenant, namespace.digest) is not None:
+            return
+        if len(self) >= NAMESPACES_MAX or self._tenant_namespaces.get(tenant, 0) >= TENANT_NAMESPACES_MAX:
+            raise Backpressure(
+                f"{len(self)} namespaces are known, {self._tenant_namespaces.get(tenant, 0)} of them this tenant's; "
+                f"there may be {NAMESPACES_MAX} and {TENANT_NAMESPACES_MAX}: use fewer salts or adapters, close "
+                "connections that use others, or drop namespaces; empty ones that nobody uses are forgotten soon"
+            )
+        if len(self._groups.get((tenant, namespace.group_digest), ())) >= SLICES_MAX:
+            raise Backpressure(
+                f"this namespace's group has {SLICES_MAX} slices, as many as it may: give each rank one slice of "
+                "layers and heads; empty ones that nobody uses are forgotten in time"
+            )
+        new = sum((slots[tier], tenant, tier) not in self._lane_numbers for tier in self._tiers)
+        own = self._tenant_lanes.get(tenant, 0)
+        if new and (len(self.lanes) + new > LANES_MAX or own + new > TENANT_LANES_MAX):
+            raise Backpressure(
+                f"blocks have {len(self.lanes)} sizes by tenant and tier, {own} of them this tenant's; there may be "
+                f"{LANES_MAX} and {TENANT_LANES_MAX}: use few block sizes; a restart forgets those not stored any more"
+            )
+
+    def tenancy(self, tenant: str, namespace: Namespace, slots: Mapping[Tier, int], ttl_s: float = 0.0) -> Tenancy:
+        """Return the one of a tenant's namespace, made at first use; `slots`: what a block takes in each tier."""
+        identity = (tenant, namespace.digest)
+        found = self._by_identity.get(identity)
+        if found is not None:
+            return found
+        siblings = self._groups.setdefault((tenant, namespace.group_digest), [])
+        lanes = {tier: self._lane(slots[tier], tenant, tier) for tier in self._tiers}
+        number = self._free_numbers.pop() if self._free_numbers else len(self.by_number)
+        made = Tenancy(number, tenant, namespace, slots, lanes, siblings, ttl_s=ttl_s)
+        made.blocks = dict.fromkeys(self._tiers, 0)
+        if identity in self._remembered:
+            made.epoch, made.ttl_s, made.disk_number = self._remembered.pop(identity)
+        if number < len(self.by_number):
+            self.by_number[number] = made
+        else:
+            self.by_number.append(made)
+        siblings.append(made)
+        self._by_identity[identity] = made
+        self._by_digest.setdefault(namespace.digest, []).append(made)
+        self._tenant_namespaces[tenant] = self._tenant_namespaces.get(tenant, 0) + 1
+        return made
+
+    def forget(self, idle: Iterable[Tenancy], named: Collection[int], usual_ttl_s: float) -> int:
+        """Forget those that are idle and whose number is not among `named`; return how many that were.
+
+        `named` must hold the numbers of all that rows of the table, tickets and waiters belong to. `usual_ttl_s` is the
+        life that need not be remembered.
+        """
+        count = 0
+        for tenancy in idle:
+            identity = (tenancy.tenant, tenancy.namespace.digest)
+            if not tenancy.is_idle or tenancy.number in named or self._by_identity.get(identity) is not tenancy:
+                continue
+            if tenancy.epoch or tenancy.ttl_s != usual_ttl_s:
+                self._remembered[identity] = (tenancy.epoch, tenancy.ttl_s, tenancy.disk_number)
+            self.forgotten.setdefault(tenancy.tenant, NamespaceCounters()).add(tenancy.counters)
+            del self._by_identity[identity]
+            _remove(self._by_digest, tenancy.namespace.digest, tenancy)
+            _remove(self._groups, (tenancy.tenant, tenancy.namespace.group_digest), tenancy)
+            self._tenant_namespaces[tenancy.tenant] -= 1
+            self._free_numbers.append(tenancy.number)
+            count += 1
+        return count
+
+    def _lane(self, slot_bytes: int, tenant: str, tier: Tier) -> int:
+        key = (slot_bytes, tenant, tier)
+        if key not in self._lane_numbers:
+            self._lane_numbers[key] = len(self.lanes)
+            self.lanes.append(key)
+            self._tenant_lanes[tenant] = self._tenant_lanes.get(tenant, 0) + 1
+        return self._lane_numbers[key]
+
+
+def _remove(lists: dict[_K, list[Tenancy]], key: _K, tenancy: Tenancy) -> None:
+    lists[key].remove(tenancy)
+    if not lists[key]:
+        del lists[key]

@@ -87,7 +87,10 @@ class Ping(Message, frozen=True, tag=2):
 
 
 class Open(Message, frozen=True, tag=3):
-    """Names a namespace for this connection. `ttl_s` 0: the daemon's default."""
+    """Names a namespace for this connection.
+
+    `ttl_s` above 0 is the life of what is stored through this number where its Seal says none, else the namespace's.
+    """
 
     namespace: Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
     ttl_s: Seconds = 0.0
@@ -113,7 +116,7 @@ class Reserve(Message, frozen=True, tag=5):
 class Seal(Message, frozen=True, tag=6):
     """The blocks at positions `which` of a ticket are completely written (None: all granted ones).
 
-    `checksums` is parallel to `which`, or empty. `ttl_s` None: the namespace's, 0: never expires. Ends these positions.
+    `checksums` is parallel to `which`, or empty. `ttl_s` None: as Open says, 0: never expires. Ends these positions.
     """
 
     ticket: U64
@@ -240,7 +243,13 @@ class Corrupt(Message, frozen=True, tag=20):
 
 
 class Stats(Message, frozen=True, tag=32):
-    """Report: everything countable (docs/operations.md names the fields)."""
+    """Report: everything countable (docs/operations.md names the fields).
+
+    Of thousands of namespaces it lists the largest. `name` lists those that it may stand for instead: the start of a
+    digest in hex, or a model with or without what follows it.
+    """
+
+    name: Text = ""
 
 
 class Status(Message, frozen=True, tag=33):

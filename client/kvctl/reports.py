@@ -157,6 +157,7 @@ class StatsReport(Report, frozen=True):
 
     tiers: dict[str, TierReport] = msgspec.field(default_factory=dict[str, TierReport])
     namespaces: list[NamespaceReport] = msgspec.field(default_factory=list[NamespaceReport])
+    namespaces_left_out: int = 0
     totals: Totals = Totals()
     sessions: Sessions = Sessions()
     tenants: list[TenantReport] = msgspec.field(default_factory=list[TenantReport])

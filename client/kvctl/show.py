@@ -83,7 +83,7 @@ def stats(output: Output, report: StatsReport) -> str:
     """Return everything countable, in sections."""
     sections = [_tier_columns(output, report.tiers), _lookups(output, report)]
     if report.namespaces:
-        sections.append(namespaces(output, report.namespaces))
+        sections.append(namespaces(output, report))
     if len(report.tenants) > 1 or any(any(tenant.quota_bytes.values()) for tenant in report.tenants):
         sections.append(_tenants(output, report.tenants))
     sections.append(_sessions(output, report))
@@ -155,8 +155,9 @@ def _lookups(output: Output, report: StatsReport) -> str:
     ])
 
 
-def namespaces(output: Output, found: Sequence[NamespaceReport]) -> str:
+def namespaces(output: Output, report: StatsReport) -> str:
     """Return one line a namespace, the largest first."""
+    found = report.namespaces
     tiers = _tier_names(found)
     ordered = sorted(found, key=lambda one: (-sum(one.bytes.values()), one.digest))
     rows = [
@@ -172,7 +173,9 @@ def namespaces(output: Output, found: Sequence[NamespaceReport]) -> str:
         for namespace, label in zip(ordered, labels(ordered), strict=True)
     ]
     headers = ["NAMESPACE", "MODEL", "BLOCK", *(tier.upper() for tier in tiers), "HITS", "STORED", "EVICTED"]
-    return output.table(headers, rows, left=2, shrink=1)
+    table = output.table(headers, rows, left=2, shrink=1)
+    left_out = report.namespaces_left_out
+    return f"{table}\n{count(left_out)} smaller namespaces are left out" if left_out else table
 
 
 def _tier_names(found: Iterable[NamespaceReport]) -> list[str]:

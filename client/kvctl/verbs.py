@@ -59,11 +59,16 @@ class Call:
         finally:
             self.output.end_progress()
 
-    def stats(self) -> StatsReport:
-        return read(StatsReport, self.report(wire.Stats(0)))
+    def stats(self, name: str = "") -> StatsReport:
+        """Return the figures; of thousands of namespaces only the largest, or those that `name` may stand for."""
+        return read(StatsReport, self.report(wire.Stats(0, name)))
 
     def namespace(self) -> NamespaceReport:
-        return naming.resolve(self.stats().namespaces, self.options.namespace)
+        return self.named(self.options.namespace)
+
+    def named(self, name: str) -> NamespaceReport:
+        """Return the namespace that `name` stands for, however many there are."""
+        return naming.resolve(self.stats(name).namespaces or self.stats().namespaces, name)
 
     def hashes(self, namespace: NamespaceReport) -> list[BlockHash]:
         """Return the blocks that were named, by hash or by tokens."""
@@ -139,9 +144,12 @@ def stats(call: Call) -> Exit:
 def namespaces(call: Call) -> Exit:
     """List the namespaces."""
     body = call.report(wire.Stats(0))
-    found = read(StatsReport, body).namespaces
-    text = show.namespaces(call.output, found) if found else "no namespaces: nothing has been stored or looked up yet"
-    call.output.either({"namespaces": body.get("namespaces", [])}, text)
+    report = read(StatsReport, body)
+    text = "no namespaces: nothing has been stored or looked up yet"
+    if report.namespaces:
+        text = show.namespaces(call.output, report)
+    left_out = report.namespaces_left_out
+    call.output.either({"namespaces": body.get("namespaces", []), "namespaces_left_out": left_out}, text)
     return Exit.DONE
 
 
@@ -291,19 +299,29 @@ def drop(call: Call) -> Exit:
 
 
 def _drop_namespaces(call: Call) -> Exit:
-    found = call.stats().namespaces
-    named = found if call.options.all else [naming.resolve(found, name) for name in call.options.whole]
-    digests = list(dict.fromkeys(namespace.digest for namespace in named))
-    # A digest stands for the namespaces of all tenants that use it.
-    chosen = [namespace for namespace in found if namespace.digest in digests]
-    lines = [f"Plan: drop everything stored so far in {counted(len(chosen), 'namespace')}, from every tier:"]
+    left_out = 0
+    if call.options.all:
+        report = call.stats()
+        chosen, left_out = report.namespaces, report.namespaces_left_out
+    else:
+        named = dict.fromkeys(call.named(name).digest for name in call.options.whole)
+        # A digest stands for the namespaces of all tenants that use it.
+        chosen = [one for digest in named for one in call.stats(digest).namespaces if one.digest == digest]
+    digests = list(dict.fromkeys(namespace.digest for namespace in chosen))
+    total_count = counted(len(chosen) + left_out, "namespace")
+    lines = [f"Plan: drop everything stored so far in {total_count}, from every tier:"]
     for namespace in chosen:
         held = ", ".join(
             f"{tier} {count(blocks)} blocks ({size(namespace.bytes.get(tier, 0))})"
             for tier, blocks in namespace.blocks.items()
         )
         lines.append(f"  {_named(namespace)}: {held or 'nothing'}; {count(namespace.pinned_blocks)} pinned")
-    plan = {"namespaces": [{"digest": one.digest, "blocks": one.blocks, "bytes": one.bytes} for one in chosen]}
+    if left_out:
+        lines.append(f"  and {count(left_out)} smaller ones")
+    plan = {
+        "namespaces": [{"digest": one.digest, "blocks": one.blocks, "bytes": one.bytes} for one in chosen],
+        "namespaces_left_out": left_out,
+    }
     if not call.is_confirmed("\n".join(lines), plan):
         return Exit.USAGE
     requests = [None] if call.options.all else [bytes.fromhex(digest) for digest in digests]

@@ -246,6 +246,6 @@ def _sessions(stats: StatsReport) -> Text:
 
 
 def _footer(frame: Frame) -> Text:
-    hidden = len(frame.stats.namespaces) - len(_shown(frame))
+    hidden = len(frame.stats.namespaces) + frame.stats.namespaces_left_out - len(_shown(frame))
     more = f"   {hidden} more namespaces" if hidden else ""
     return Text.assemble((" q ", "reverse"), " quit  ", (" s ", "reverse"), f" sort: {frame.sort}{more}")

@@ -9,15 +9,15 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvstore import wire
-from kvstore.checksum import NOT_COMPUTED, checksum
 from kvstore.counters import Cause
 from kvstore.errors import BadNamespace, NotPermitted, TooManyLeases, UsageError
-from kvstore.store import in_thread
+from kvstore.lifecycle import Copy
 from kvstore.table import Tier
 from kvstore.tenancy import Tenancy
 from kvstore.tiers.disk_records import DiskPin
@@ -37,7 +37,7 @@ class Admin:
         self._node = node
         self._store = node.store
         self._looking: dict[type[wire.Message], Callable[[Connection, Any], Answer]] = {
-            wire.Stats: lambda connection, request: wire.Report(request.id, reports.stats(self._node)),
+            wire.Stats: self._stats,
             wire.Status: self._status,
             wire.Keys: self._keys,
         }
@@ -76,17 +76,22 @@ class Admin:
         body = reports.status(self._node, role=connection.peer.role)
         return wire.Report(request.id, body)
 
+    def _stats(self, connection: Connection, request: wire.Stats) -> Answer:
+        return self._counted(request, None if connection.peer.admin else connection.peer.tenant)
+
+    async def _counted(self, request: wire.Stats, tenant: str | None) -> wire.Message:
+        return wire.Report(request.id, await reports.stats_for(self._node, tenant, request.name))
+
     def _keys(self, connection: Connection, request: wire.Keys) -> Answer:
-        rows: list[int] = []
-        total = 0
-        for tenancy in self._visible_to(connection, request.namespace):
-            total += len(tenancy.rows)
-            if request.hashes:
-                rows += [row for h in request.hashes if (row := tenancy.rows.get(h)) is not None]
-            else:
-                rows += list(tenancy.rows.values())
-        if not request.hashes:
-            rows = rows[request.offset : request.offset + min(request.limit, wire.KEYS_MAX)]
+        tenancies = self._visible_to(connection, request.namespace)
+        total = sum(len(tenancy.rows) for tenancy in tenancies)
+        if request.hashes:
+            found = (tenancy.rows.get(block_hash) for tenancy in tenancies for block_hash in request.hashes)
+            rows = [row for row in found if row is not None]
+        else:
+            all_rows = itertools.chain.from_iterable(tenancy.rows.values() for tenancy in tenancies)
+            end = request.offset + min(request.limit, wire.KEYS_MAX)
+            rows = list(itertools.islice(all_rows, min(request.offset, total), min(end, total)))
         return wire.Report(request.id, {"total": total, "blocks": [reports.block(self._store, row) for row in rows]})
 
     # ---- blocks
@@ -180,7 +185,7 @@ class Admin:
 
     async def _namespaces_dropped(self, request: wire.DropNamespace) -> wire.Message:
         catalog = self._store.catalog
-        tenancies = list(catalog.tenancies) if request.namespace is None else self._named(request.namespace)
+        tenancies = catalog.namespaces.known() if request.namespace is None else self._named(request.namespace)
         blocks = await self._store.drop_namespaces(tenancies)
         return wire.Report(request.id, {"namespaces": len(tenancies), "blocks": blocks})
 
@@ -193,24 +198,32 @@ class Admin:
 
     async def _evicted(self, tier: Tier, request: wire.Evict) -> wire.Message:
         catalog = self._store.catalog
-        blocks = size_bytes = looked_at = 0
+        blocks = size_bytes = 0
+        looks_left = len(catalog.table)  # or blocks that come in meanwhile would keep this going
         for lane, (slot_bytes, _, lane_tier) in enumerate(catalog.lanes):
             if lane_tier is not tier:
                 continue
-            for row in list(catalog.policies[tier].coldest(lane)):
-                looked_at += 1
-                if looked_at % _PORTION == 0:
-                    await asyncio.sleep(0)
-                if request.size_bytes is not None and size_bytes >= request.size_bytes:
+            kept = 0  # at the cold end: held or pinned, met in a portion before
+            while looks_left > 0 and (request.size_bytes is None or size_bytes < request.size_bytes):
+                portion = list(itertools.islice(catalog.policies[tier].coldest(lane), kept, kept + _PORTION))
+                before = blocks
+                looks_left -= len(portion)
+                for row in portion:
+                    if request.size_bytes is not None and size_bytes >= request.size_bytes:
+                        break
+                    # It may have gone with another slice of the same block.
+                    if not catalog.is_evictable(row, tier):
+                        continue
+                    if catalog.idle_s(row, tier) < request.older_than_s:
+                        portion = []
+                        break
+                    evicted = catalog.evict_with_slices(row, tier, Cause.DROP)
+                    blocks += evicted
+                    size_bytes += evicted * slot_bytes
+                kept += sum(catalog.table.state[tier][row] == Copy.READY for row in portion)
+                if len(portion) < _PORTION and before == blocks:
                     break
-                # The list was made before a pause: the row may have moved on since.
-                if catalog.table.hash[row] is None or not catalog.is_evictable(row, tier):
-                    continue
-                if catalog.idle_s(row, tier) < request.older_than_s:
-                    break
-                evicted = catalog.evict_with_slices(row, tier, Cause.DROP)
-                blocks += evicted
-                size_bytes += evicted * slot_bytes
+                await asyncio.sleep(0)
         await self._delete_departed()
         return wire.Report(request.id, {"evicted_blocks": blocks, "evicted_bytes": size_bytes})
 
@@ -218,6 +231,11 @@ class Admin:
         return self._checked(connection, request)
 
     async def _checked(self, connection: Connection, request: wire.Check) -> wire.Message:
+        """Report whether the invariants hold.
+
+        They are looked at in one moment, so this holds the loop: nothing else is served for some seconds a million
+        blocks (docs/operations.md). The bytes are then read portion by portion.
+        """
         problems: list[str] = []
         try:
             self._store.check_integrity()
@@ -229,41 +247,15 @@ class Admin:
         if request.verify:
             rows = self._store.catalog.table.rows()
             for at in range(0, len(rows), 64):
-                bad = await self._verify(rows[at : at + 64])
+                bad = await self._store.verify(rows[at : at + 64], self._store.catalog.tiers)
                 checked += len(rows[at : at + 64])
                 corrupt += len(bad)
-                problems += [f"block {block_hash} is corrupt and was dropped" for block_hash in bad]
+                problems += [f"block {block_hash.hex()} is corrupt and was dropped" for block_hash in bad]
                 connection.reply(wire.Progress(request.id, checked, len(rows), "verifying"))
         else:
             checked = len(self._store.catalog.table)
         body = {"ok": not problems, "problems": problems, "blocks_checked": checked, "blocks_corrupt": corrupt}
         return wire.Report(request.id, body)
-
-    async def _verify(self, rows: Iterable[int]) -> list[str]:
-        """Return the hashes of blocks whose bytes don't match their checksum; they are dropped."""
-        store, table = self._store, self._store.catalog.table
-        held = [row for row in rows if table.hash[row] is not None]
-        for row in held:
-            store.catalog.hold(row)
-        try:
-            in_memory = [row for row in held if table.residency[row] & Tier.CPU.bit]
-            views = [store.memory.view(table.slot[Tier.CPU][row], store.block_bytes(row)) for row in in_memory]
-            sums = await in_thread(lambda: [checksum(view) for view in views])
-            bad = {
-                row
-                for row, found in zip(in_memory, sums, strict=True)
-                if table.checksum[row] not in (NOT_COMPUTED, found)
-            }
-            store.catalog.counters[Tier.CPU].checksum_failures += len(bad)
-            if store.mover is not None:
-                bad |= await store.mover.loads.verify([row for row in held if table.residency[row] & Tier.SSD.bit])
-            names = [block_hash.hex() for row in bad if (block_hash := table.hash[row]) is not None]
-            for row in bad:
-                store.catalog.drop(row, Cause.DROP)
-            return names
-        finally:
-            for row in held:
-                store.catalog.unhold(row)
 
     def _gc(self, connection: Connection, request: wire.Gc) -> Answer:
         return self._collected(request)

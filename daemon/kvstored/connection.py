@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from kvstore import wire
-from kvstore.errors import Backpressure, KVStoreError, RemoteProtocolError, UsageError
+from kvstore.errors import Backpressure, BadNamespace, KVStoreError, RemoteProtocolError, UsageError
 from kvstore.lease import Session
 from kvstore.tenancy import Tenancy
 from kvstored.logs import fields
@@ -36,6 +36,13 @@ _WRITE_BUFFER_BYTES = 256 << 10
 Answer = wire.Message | Awaitable[wire.Message] | None
 
 
+class Opening(NamedTuple):
+    """A namespace as a connection has opened it. `ttl_s` None: what it stores lives as long as the namespace says."""
+
+    tenancy: Tenancy
+    ttl_s: float | None
+
+
 class Answering(Protocol):
     """Who answers requests: at once, by a coroutine, or not at all; raises KVStoreError for a Failure."""
 
@@ -48,13 +55,14 @@ class Connection(asyncio.Protocol):
     def __init__(self, node: Node, service: Answering, session: Session, peer: Peer, early: list[bytes]) -> None:
         self.session = session
         self.peer = peer
-        self.namespaces: dict[int, Tenancy] = {}
         self.over = asyncio.Event()
         self.said_goodbye = False
         self._node = node
         self._service = service
         self._early = early
         self._frames = wire.FrameBuffer()
+        self._openings: dict[int, Opening] = {}  # by this connection's number
+        self._numbers: dict[Opening, int] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._transport: asyncio.Transport | None = None
         self._stalled: asyncio.TimerHandle | None = None  # runs while replies are not read
@@ -112,10 +120,36 @@ class Connection(asyncio.Protocol):
         self._held.clear()
         for task in self._tasks.values():
             task.cancel()
+        for opening in self._openings.values():
+            opening.tenancy.end_use()
+        self._openings.clear()
         self.over.set()
 
     def _is_stalled(self) -> bool:
         return self._stalled is not None
+
+    # ---- namespaces
+
+    def open(self, opening: Opening) -> int:
+        """Return this connection's number for a namespace, which is not forgotten until the connection is over."""
+        number = self._numbers.get(opening)
+        if number is None:
+            if len(self._openings) >= NAMESPACES_MAX:
+                raise Backpressure(f"a connection may open {NAMESPACES_MAX} namespaces: use another connection")
+            number = opening.tenancy.number
+            if opening.ttl_s is not None:
+                number += (len(self._openings) + 1) << 32  # each life has a number of its own
+            self._numbers[opening] = number
+            self._openings[number] = opening
+            opening.tenancy.begin_use()
+        return number
+
+    def opening(self, ns: int) -> Opening:
+        """Return what was opened under a number; BadNamespace if nothing was."""
+        try:
+            return self._openings[ns]
+        except KeyError:
+            raise BadNamespace(f"namespace {ns} was not opened on this connection: send Open first") from None
 
     # ---- requests and replies
 

@@ -113,7 +113,11 @@ async def read(store: Store, session: Session, path: Path, progress: Progress) -
             store.check_fits(namespace)
             total = max(1, found.st_size // (namespace.block_bytes + _HEADER.size + _SUM.size))
             tenancy = store.tenancy(session.tenant, namespace)
-            return await _read_blocks(store, session, tenancy, file, path, lambda done: progress(done, total))
+            tenancy.begin_use()
+            try:
+                return await _read_blocks(store, session, tenancy, file, path, lambda done: progress(done, total))
+            finally:
+                tenancy.end_use()
     except OSError as exc:
         raise UnavailableError(
             f"{path} can't be read by the daemon ({exc.strerror}): give it a path it may read"

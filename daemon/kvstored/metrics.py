@@ -104,7 +104,7 @@ class StatsCollector(Collector):
         for unit in ("blocks", "bytes"):
             yield _gauge(f"pins_{unit}", f"Operator pins, in {unit}", {}, stats.get("pins", {}).get(unit, 0))
         yield from self._tenant_families(stats.get("tenants", []))
-        yield from self._namespaces.families(stats.get("namespaces", []))
+        yield from self._namespaces.families(stats)
 
     def _tenant_families(self, tenants: Iterable[Report]) -> Iterable[Metric]:
         used = GaugeMetricFamily("kvstored_tenant_used_bytes", "Bytes a tenant holds", labels=["tenant", "tier"])
@@ -132,7 +132,7 @@ class _NamespaceSums:
         self._last: dict[str, dict[str, int]] = {}
         self._counters: dict[tuple[str, str], dict[str, int]] = {}
 
-    def families(self, namespaces: Iterable[Report]) -> Iterable[Metric]:
+    def families(self, stats: Report) -> Iterable[Metric]:
         labels = ["namespace", "model"]
         blocks = GaugeMetricFamily(
             "kvstored_namespace_blocks", "Blocks of the namespace", labels=[*labels, "tier"]
@@ -140,21 +140,24 @@ class _NamespaceSums:
         size = GaugeMetricFamily("kvstored_namespace_bytes", "Bytes of the namespace", labels=[*labels, "tier"])
         held: dict[tuple[str, str, str], list[int]] = {}
         seen: dict[str, dict[str, int]] = {}
-        count = 0
+        namespaces: list[Report] = stats.get("namespaces", [])
+        left_out = int(stats.get("namespaces_left_out", 0))
         for namespace in namespaces:
-            count += 1
             digest = str(namespace.get("digest", ""))
             who = self._who(digest, str(namespace.get("model", "")))
-            seen[digest] = self._add(who, digest, _namespace_counts(namespace))
+            identity = f"{digest}/{namespace.get('tenant', '')}"
+            seen[identity] = self._add(who, identity, _namespace_counts(namespace))
             for tier in TIERS:
                 row = held.setdefault((*who, tier), [0, 0])
                 row[0] += namespace.get("blocks", {}).get(tier, 0)
                 row[1] += namespace.get("bytes", {}).get(tier, 0)
         self._last = seen
+        if left_out:
+            self._sum_left_out(stats, held)
         for place, (block_count, byte_count) in held.items():
             blocks.add_metric(list(place), block_count)
             size.add_metric(list(place), byte_count)
-        yield _gauge("namespaces", "Namespaces known", {}, count)
+        yield _gauge("namespaces", "Namespaces known", {}, len(namespaces) + left_out)
         yield blocks
         yield size
         for key, text in {**_NAMESPACE_COUNTERS, "hit_blocks": "Blocks of the namespace found"}.items():
@@ -167,8 +170,22 @@ class _NamespaceSums:
         name = _bounded(self._named, digest[:16])
         return (name, OTHER if name == OTHER else model[:_LABEL_CHARS_MAX])
 
-    def _add(self, who: tuple[str, str], digest: str, counts: dict[str, int]) -> dict[str, int]:
-        last = self._last.get(digest, {})
+    def _sum_left_out(self, stats: Report, held: dict[tuple[str, str, str], list[int]]) -> None:
+        """Make the sum of the others what the named ones lack of the totals: the report does not list them all."""
+        others = (OTHER, OTHER)
+        counted = _namespace_counts(stats.get("totals", {}))
+        sums = self._counters.setdefault(others, dict.fromkeys(counted, 0))
+        for key, total in counted.items():
+            named = sum(counts[key] for who, counts in self._counters.items() if who != others)
+            sums[key] = max(sums[key], total - named)
+        for tier in TIERS:
+            used = (tenant.get("used_bytes", {}).get(tier) or 0 for tenant in stats.get("tenants", []))
+            for at, total in enumerate((stats.get("tiers", {}).get(tier, {}).get("blocks", 0), sum(used))):
+                named = sum(row[at] for (name, _, of), row in held.items() if of == tier and name != OTHER)
+                held.setdefault((*others, tier), [0, 0])[at] = max(0, total - named)
+
+    def _add(self, who: tuple[str, str], identity: str, counts: dict[str, int]) -> dict[str, int]:
+        last = self._last.get(identity, {})
         sums = self._counters.setdefault(who, dict.fromkeys(counts, 0))
         for key, count in counts.items():
             before = last.get(key, 0)

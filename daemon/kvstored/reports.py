@@ -1,15 +1,21 @@
 """The reports that operators and metrics are given; docs/operations.md explains their fields.
 
-Invariant: every field is always present, so that a series at zero is a zero and not a hole.
+Invariants
+1. Every field is always present, so that a series at zero is a zero and not a hole.
+2. However many namespaces there are, a report fits a frame; totals count those left out and those forgotten, too.
 """
 
 from __future__ import annotations
 
+import asyncio
+import heapq
 import os
+from collections import Counter
+from collections.abc import Callable, Generator
 from typing import Any
 
 from kvstore import __version__
-from kvstore.counters import miss_reasons
+from kvstore.counters import NamespaceCounters
 from kvstore.store import Store
 from kvstore.table import NEVER_S, Tier
 from kvstore.tenancy import Tenancy
@@ -17,6 +23,9 @@ from kvstored.config import Settings
 from kvstored.node import Node
 
 Body = dict[str, Any]
+
+LISTED_MAX = 256  # namespaces in one report: tens of thousands would not fit a frame
+PORTION = 500
 
 
 def status(node: Node, *, role: str) -> Body:
@@ -47,18 +56,79 @@ def status(node: Node, *, role: str) -> Body:
 
 
 def stats(node: Node) -> Body:
-    """Return everything countable."""
+    """Return everything countable, of all tenants, in one go: for metrics. The namespaces listed are the oldest."""
+    work = _stats(node, None, "", lambda tenancies: tenancies[:LISTED_MAX])
+    while True:
+        try:
+            next(work)
+        except StopIteration as stop:
+            body: Body = stop.value
+            return body
+
+
+async def stats_for(node: Node, tenant: str | None, name: str) -> Body:
+    """Return everything countable; of one tenant's namespaces and use only, if `tenant` is one.
+
+    Lists the namespaces with most blocks, of those that `name` may stand for if it is given. Lets the loop serve others
+    between portions of namespaces.
+    """
+    work = _stats(node, tenant, name, _largest)
+    while True:
+        try:
+            next(work)
+        except StopIteration as stop:
+            body: Body = stop.value
+            return body
+        await asyncio.sleep(0)
+
+
+def _may_be(tenancy: Tenancy, name: str) -> bool:
+    namespace = tenancy.namespace
+    return name.startswith(namespace.model) or namespace.digest.hex().startswith(name.lower())
+
+
+def _largest(tenancies: list[Tenancy]) -> list[Tenancy]:
+    def rank(tenancy: Tenancy) -> tuple[int, int, int]:
+        return sum(tenancy.blocks.values()), tenancy.counters.queried_blocks, -tenancy.number
+
+    return heapq.nlargest(LISTED_MAX, tenancies, rank)
+
+
+def _stats(
+    node: Node, tenant: str | None, name: str, choose: Callable[[list[Tenancy]], list[Tenancy]]
+) -> Generator[None, None, Body]:
+    """Return the report; yields where others may be served in between."""
     settings, store = node.settings, node.store
     catalog = store.catalog
-    tiers = {Tier.CPU.label: _cpu(store)}
+    sums = NamespaceCounters()
+    blocks = dict.fromkeys(catalog.tiers, 0)
+    forgotten = catalog.namespaces.forgotten
+    for counters in forgotten.values() if tenant is None else filter(None, [forgotten.get(tenant)]):
+        sums.add(counters)
+    known = catalog.namespaces.known()
+    for at, tenancy in enumerate(known):
+        for tier, count in tenancy.blocks.items():
+            blocks[tier] += count
+        if tenant in (None, tenancy.tenant) and not tenancy.counters.is_zero:
+            sums.add(tenancy.counters)
+        if at % PORTION == PORTION - 1:
+            yield
+    own = known if tenant is None else [tenancy for tenancy in known if tenancy.tenant == tenant]
+    listed = choose([tenancy for tenancy in own if _may_be(tenancy, name)] if name else own)
+    tiers = {Tier.CPU.label: _cpu(store, blocks[Tier.CPU])}
     if store.disk is not None:
-        tiers[Tier.SSD.label] = _ssd(store)
-    pinned = [row for row in catalog.pinned if catalog.table.hash[row] is not None]
+        tiers[Tier.SSD.label] = _ssd(store, blocks[Tier.SSD])
+    table = catalog.table
+    pinned = [row for row in catalog.pinned if table.hash[row] is not None]
+    if tenant is not None:
+        pinned = [row for row in pinned if catalog.tenancies[table.namespace[row]].tenant == tenant]
+    pins = Counter(table.namespace[row] for row in pinned)
     now_s = store.clock.monotonic_s()
     return {
         "tiers": tiers,
-        "namespaces": [_namespace(store, tenancy, pinned) for tenancy in catalog.tenancies],
-        "totals": _totals(store),
+        "namespaces": [_namespace(store, tenancy, pins[tenancy.number]) for tenancy in listed],
+        "namespaces_left_out": len(own) - len(listed),
+        "totals": _totals(store, sums),
         "sessions": {
             "open": len(node.sessions),
             "leases": len(store.leases),
@@ -66,7 +136,7 @@ def stats(node: Node) -> Body:
             "reservations": len(store.puts),
             "quarantined_slots": store.puts.quarantined_slots,
         },
-        "tenants": _tenants(settings, store),
+        "tenants": _tenants(settings, store, {one.tenant for one in own}, tenant),
         "pins": {"blocks": len(pinned), "bytes": sum(map(catalog.slot_bytes, pinned))},
         "uptime_s": round(now_s - store.started_s, 3),
     }
@@ -89,7 +159,7 @@ def block(store: Store, row: int) -> Body:
     }
 
 
-def _cpu(store: Store) -> Body:
+def _cpu(store: Store, blocks: int) -> Body:
     memory, puts = store.memory, store.puts
     filling = memory.populated_bytes < memory.size_bytes
     return {
@@ -100,7 +170,7 @@ def _cpu(store: Store) -> Body:
         "quarantined_bytes": puts.quarantined_bytes,
         "free_bytes": memory.capacity_bytes - memory.used_bytes,
         "pinned_bytes": store.leases.pinned_bytes,
-        "blocks": sum(tenancy.blocks[Tier.CPU] for tenancy in store.catalog.tenancies),
+        "blocks": blocks,
         "loads_in_flight": len(store.mover.loads) if store.mover is not None else 0,
         "state": "filling" if filling else "ready",
         "state_text": f"{memory.populated_bytes} of {memory.size_bytes} bytes are reserved" if filling else "",
@@ -108,7 +178,7 @@ def _cpu(store: Store) -> Body:
     }
 
 
-def _ssd(store: Store) -> Body:
+def _ssd(store: Store, blocks: int) -> Body:
     assert store.disk is not None
     assert store.mover is not None
     usage = store.disk.usage()
@@ -123,7 +193,7 @@ def _ssd(store: Store) -> Body:
         "quarantined_bytes": usage.quarantined_bytes,
         "free_bytes": max(0, usage.data_capacity_bytes - usage.used_bytes),
         "pinned_bytes": 0,
-        "blocks": sum(tenancy.blocks[Tier.SSD] for tenancy in store.catalog.tenancies),
+        "blocks": blocks,
         "durable_blocks": usage.live_blocks,
         "write_queue_bytes": store.mover.queued_bytes + usage.write_queue_bytes,
         "index_bytes": usage.index_bytes,
@@ -136,7 +206,7 @@ def _ssd(store: Store) -> Body:
     }
 
 
-def _namespace(store: Store, tenancy: Tenancy, pinned: list[int]) -> Body:
+def _namespace(store: Store, tenancy: Tenancy, pinned_blocks: int) -> Body:
     namespace = tenancy.namespace
     return {
         "digest": namespace.digest.hex(),
@@ -154,33 +224,21 @@ def _namespace(store: Store, tenancy: Tenancy, pinned: list[int]) -> Body:
         "ttl_s": tenancy.ttl_s,
         "blocks": {tier.label: count for tier, count in tenancy.blocks.items()},
         "bytes": {tier.label: count * tenancy.slots[tier] for tier, count in tenancy.blocks.items()},
-        "pinned_blocks": sum(store.catalog.table.namespace[row] == tenancy.number for row in pinned),
+        "pinned_blocks": pinned_blocks,
         **tenancy.counters.report(store.catalog.tiers),
     }
 
 
-def _totals(store: Store) -> Body:
-    catalog = store.catalog
-    misses = miss_reasons()
-    hits = {tier.label: 0 for tier in catalog.tiers}
-    plain = dict.fromkeys(
-        ("queried_blocks", "stored_blocks", "present_blocks", "busy_blocks", "delivered_blocks"), 0
-    )
-    for tenancy in catalog.tenancies:
-        counters = tenancy.counters
-        for name in plain:
-            plain[name] += getattr(counters, name)
-        for reason, count in counters.misses.items():
-            misses[reason] += count
-        for tier in catalog.tiers:
-            hits[tier.label] += counters.hit_blocks[tier]
-    cpu = catalog.counters[Tier.CPU]
-    return {**plain, "hit_blocks": hits, "misses": misses, "bytes_in": cpu.bytes_in, "bytes_out": cpu.bytes_out}
+def _totals(store: Store, sums: NamespaceCounters) -> Body:
+    cpu = store.catalog.counters[Tier.CPU]
+    counted = sums.report(store.catalog.tiers)
+    del counted["evictions"]
+    return {**counted, "bytes_in": cpu.bytes_in, "bytes_out": cpu.bytes_out}
 
 
-def _tenants(settings: Settings, store: Store) -> list[Body]:
+def _tenants(settings: Settings, store: Store, found: set[str], tenant: str | None) -> list[Body]:
     catalog = store.catalog
-    names = {tenancy.tenant for tenancy in catalog.tenancies} | set(settings.tenants) | set(settings.quotas)
+    names = {tenant} if tenant is not None else found | set(settings.tenants) | set(settings.quotas)
     return [
         {
             "tenant": name,

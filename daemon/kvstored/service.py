@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
@@ -18,16 +19,18 @@ from typing import Any
 from kvstore import __version__, wire
 from kvstore.block import Namespace
 from kvstore.checksum import checksum
-from kvstore.errors import Backpressure, BadNamespace, Closing, UsageError
+from kvstore.errors import Closing, UsageError
+from kvstore.forgetting import forget_idle
 from kvstore.lease import Session
 from kvstore.lifecycle import Put
 from kvstore.puts import Ticket
 from kvstore.store import in_thread
-from kvstore.tenancy import Tenancy
+from kvstore.table import Tier
+from kvstore.tenancy import IDLE_KEPT, Tenancy
 from kvstore.tiers.arena import Arena
 from kvstore.wire import Outcome
 from kvstored.admin import Admin
-from kvstored.connection import NAMESPACES_MAX, Answer, Connection
+from kvstored.connection import Answer, Connection, Opening
 from kvstored.logs import fields
 from kvstored.node import Node
 from kvstored.peer import Peer
@@ -39,6 +42,10 @@ _memmove = _libc.memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p
 
+FORGET_EVERY_S = 60.0
+_ABSENT_OR_HIT = (Outcome.ABSENT, Outcome.HIT)
+
+
 class Service:
     """Answers requests."""
 
@@ -47,6 +54,7 @@ class Service:
         self._settings = node.settings
         self._store = node.store
         self._admin = Admin(node)
+        self._forget_at_s = 0.0
         self._looking: set[Connection] = set()  # whose word on corrupt blocks is being looked into
         self._verbs: dict[type[wire.Message], Callable[[Connection, Any], Answer]] = {
             wire.Ping: lambda connection, request: wire.Done(request.id),
@@ -110,18 +118,28 @@ class Service:
         namespace = Namespace.decode(request.namespace)
         store = self._store
         store.check_fits(namespace)
-        if len(connection.namespaces) >= NAMESPACES_MAX:
-            raise Backpressure(f"a connection may open {NAMESPACES_MAX} namespaces: use another connection")
-        tenancy = store.tenancy(connection.session.tenant, namespace, request.ttl_s or None)
-        connection.namespaces[tenancy.number] = tenancy
-        return wire.Opened(request.id, tenancy.number, tenancy.epoch, namespace.block_bytes)
+        tenancy = store.tenancy(connection.session.tenant, namespace)
+        ns = connection.open(Opening(tenancy, request.ttl_s or None))
+        self._forget_in_time()
+        return wire.Opened(request.id, ns, tenancy.epoch, namespace.block_bytes)
+
+    def _forget_in_time(self) -> None:
+        """Where many namespaces are known, look for those to forget: now and then, not at every Open."""
+        now_s = self._store.clock.monotonic_s()
+        if len(self._store.catalog.namespaces) > IDLE_KEPT and now_s >= self._forget_at_s:
+            self._forget_at_s = now_s + FORGET_EVERY_S
+            self._node.spawn(self._forget())
+
+    async def _forget(self) -> None:
+        store = self._store
+        await asyncio.sleep(FORGET_EVERY_S / 2)  # those that were just used are about to be closed
+        forgotten = await forget_idle(store.catalog, store.puts, store.settings.ttl_s)
+        if forgotten:
+            log.info("namespaces forgotten", extra=fields(count=forgotten, left=len(store.catalog.namespaces)))
 
     @staticmethod
     def _tenancy(connection: Connection, ns: int) -> Tenancy:
-        try:
-            return connection.namespaces[ns]
-        except KeyError:
-            raise BadNamespace(f"namespace {ns} was not opened on this connection: send Open first") from None
+        return connection.opening(ns).tenancy
 
     # ---- reading
 
@@ -158,17 +176,23 @@ class Service:
         return wire.Found(request.id, _leading_hits(outcomes), outcomes)
 
     def _group_lookup(self, connection: Connection, request: wire.GroupLookup) -> Answer:
+        return self._group_found(self._tenancy(connection, request.ns), request)
+
+    async def _group_found(self, tenancy: Tenancy, request: wire.GroupLookup) -> wire.Message:
+        """Answer slice by slice; another request's answer may come between two of them."""
         find = self._store.catalog.find
-        namespaces: list[bytes] = []
-        outcomes: list[bytes] = []
-        for sibling in self._tenancy(connection, request.ns).siblings:
-            found = bytes(
-                Outcome.ABSENT if find(sibling, block_hash) is None else Outcome.HIT for block_hash in request.hashes
-            )
-            if Outcome.HIT in found:
-                namespaces.append(sibling.namespace.encode())
-                outcomes.append(found)
-        return wire.Group(request.id, namespaces, outcomes)
+        reply = wire.Group(request.id, [], [])
+        for sibling in list(tenancy.siblings):
+            if not sibling.rows.keys().isdisjoint(request.hashes):
+                there: set[bytes] = sibling.rows.keys() & request.hashes
+                if sibling.any_expire:
+                    there = {block_hash for block_hash in there if find(sibling, block_hash) is not None}
+                found = bytes([_ABSENT_OR_HIT[block_hash in there] for block_hash in request.hashes])
+                if there:
+                    reply.namespaces.append(sibling.namespace.encode())
+                    reply.outcomes.append(found)
+                await asyncio.sleep(0)
+        return reply
 
     # ---- writing
 
@@ -177,17 +201,18 @@ class Service:
             raise Closing("the daemon is draining: store to the next one")
         if self._settings.mode == "strict" and connection.session.arena is None:
             raise UsageError("in strict mode blocks are written through an arena: connect with want_pool to get one")
-        tenancy = self._tenancy(connection, request.ns)
+        opening = connection.opening(request.ns)
         ticket, outcomes = self._store.puts.reserve(
-            connection.session, tenancy, request.hashes, self._store.clock.monotonic_s()
+            connection.session, opening.tenancy, request.hashes, self._store.clock.monotonic_s()
         )
+        ticket.ttl_s = opening.ttl_s
         reply = wire.Reserved(request.id, ticket.token, outcomes, ticket.offsets, self._settings.reservation_s)
         if request.wait_s and Outcome.NO_ROOM in outcomes and Outcome.GRANTED not in outcomes:
-            return self._reserved_later(connection, tenancy, request)
+            return self._reserved_later(connection, opening, request)
         return reply
 
     async def _reserved_later(
-        self, connection: Connection, tenancy: Tenancy, request: wire.Reserve
+        self, connection: Connection, opening: Opening, request: wire.Reserve
     ) -> wire.Message:
         """Try again as room appears, until something is granted or the wait is over."""
         store = self._store
@@ -196,8 +221,9 @@ class Service:
             left_s = ends_s - store.clock.monotonic_s()
             await store.room_changed(max(0.0, left_s))
             ticket, outcomes = store.puts.reserve(
-                connection.session, tenancy, request.hashes, store.clock.monotonic_s()
+                connection.session, opening.tenancy, request.hashes, store.clock.monotonic_s()
             )
+            ticket.ttl_s = opening.ttl_s
             if Outcome.GRANTED in outcomes or Outcome.NO_ROOM not in outcomes or left_s <= 0:
                 return wire.Reserved(request.id, ticket.token, outcomes, ticket.offsets, self._settings.reservation_s)
 
@@ -212,7 +238,7 @@ class Service:
             raise UsageError(f"{len(request.checksums)} checksums for {len(which)} open positions: give one each")
         if ticket.arena is not None:
             return self._seal_copies(ticket, which, request)
-        result = self._store.puts.seal(ticket, which, request.checksums, request.ttl_s)
+        result = self._store.puts.seal(ticket, which, request.checksums, _life_s(ticket, request))
         self._store.stored(result.rows)
         if request.durable:
             return self._durable(ticket, which, result.outcomes, request)
@@ -260,7 +286,8 @@ class Service:
                 for _, _, slot in copied:
                     store.puts.free_copy(tenancy, slot)
         positions = [position for _, position, _ in copied]
-        result = store.puts.seal(ticket, positions, sums, request.ttl_s, slots=[slot for _, _, slot in copied])
+        life_s = _life_s(ticket, request)
+        result = store.puts.seal(ticket, positions, sums, life_s, slots=[slot for _, _, slot in copied])
         for (at, _, _), outcome in zip(copied, result.outcomes, strict=True):
             outcomes[at] = outcome
         store.stored(result.rows)
@@ -301,13 +328,14 @@ class Service:
 
     async def _looked_at(self, connection: Connection, tenancy: Tenancy, hashes: Sequence[bytes]) -> None:
         try:
-            corrupt = await self._store.verify_in_memory(tenancy, hashes)
+            rows = {self._store.catalog.find(tenancy, block_hash) for block_hash in hashes} - {None}
+            corrupt = await self._store.verify([row for row in rows if row is not None], {Tier.CPU})
         finally:
             self._looking.discard(connection)
         if corrupt:
             log.warning(
                 "blocks in memory are corrupt and were dropped",
-                extra=fields(blocks=corrupt, model=tenancy.namespace.model, fix="look for failing memory"),
+                extra=fields(blocks=len(corrupt), model=tenancy.namespace.model, fix="look for failing memory"),
             )
 
     def _cancel(self, connection: Connection, request: wire.Cancel) -> Answer:
@@ -320,7 +348,9 @@ class Service:
         return None
 
 
+def _life_s(ticket: Ticket, request: wire.Seal) -> float | None:
+    return ticket.ttl_s if request.ttl_s is None else request.ttl_s
+
+
 def _leading_hits(outcomes: bytes) -> int:
     return next((at for at, outcome in enumerate(outcomes) if outcome != Outcome.HIT), len(outcomes))
-
-

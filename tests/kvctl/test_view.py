@@ -148,8 +148,8 @@ def test_tables_fit_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_goes_into_a_pipe_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     long = "an-organisation/" + "x" * 200
     report = read(StatsReport, canned.stats(namespaces=[canned.namespace(0, model=long)]))
-    assert long in show.namespaces(output(None, monkeypatch), report.namespaces)
-    assert long not in show.namespaces(output(80, monkeypatch), report.namespaces)
+    assert long in show.namespaces(output(None, monkeypatch), report)
+    assert long not in show.namespaces(output(80, monkeypatch), report)
 
 
 @pytest.mark.parametrize(
