@@ -68,9 +68,8 @@ class RegionSearch:
         self._vain_until: dict[int, int] = {}  # slot size -> tick
         self._hand = 0  # where the last search over all regions ended
 
-    def colder(self, slot_bytes: int, idle_ticks: float) -> Found | None:
+    def colder(self, slot_bytes: int, idle_ticks: float, now: int) -> Found | None:
         """Return a region of another class that was idle longer than this, the coldest that a short search finds."""
-        now = self._catalog.tick()
         if now < self._vain_until.get(slot_bytes, 0):
             return None
         attempt = _Attempt(now - _TRUSTED_TICKS)
@@ -79,9 +78,8 @@ class RegionSearch:
             self._vain_until[slot_bytes] = now + _TRUSTED_TICKS
         return found
 
-    def any(self, slot_bytes: int) -> Found | None:
+    def any(self, slot_bytes: int, now: int) -> Found | None:
         """Return a region of another class that can be emptied, one of the coldest if possible."""
-        now = self._catalog.tick()
         attempt = _Attempt(now)
         found = self._coldest(slot_bytes, -1, now, attempt)
         if found is not None or not attempt.regions:

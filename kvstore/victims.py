@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from kvstore.catalog import Catalog
@@ -68,16 +69,17 @@ class Victims:
         The walk knows nothing of what goes along with a row (a block's other slices): look again before each.
         """
         own = self._coldest(self._lanes(slot_bytes=slot_bytes), count)
+        now, last_use = self._catalog.tick(), self._policy.last_use  # one now for all that is compared
         if not own:
-            found = self._regions.any(slot_bytes)
+            found = self._regions.any(slot_bytes, now)
             return Choice(()) if found is None else Choice(found.rows, is_region=True)
         # The later ones are warmer, so a region may be clearly colder than them only.
-        found = self._regions.colder(slot_bytes, self._idle_ticks(own[-1]) * _COLDER_BY)
-        if found is not None:
-            own = own[: next(at for at, row in enumerate(own) if self._is_warmer(row, found.idle_ticks))]
-            if not own:
-                return Choice(found.rows, is_region=True)
-        return Choice(own)
+        found = self._regions.colder(slot_bytes, (now - last_use(own[-1])) * _COLDER_BY, now)
+        if found is None:
+            return Choice(own)
+        idle_ticks = found.idle_ticks
+        own = list(takewhile(lambda row: (now - last_use(row)) * _COLDER_BY >= idle_ticks, own))
+        return Choice(own) if own else Choice(found.rows, is_region=True)
 
     def for_tenant(self, tenant: str, count: int = 1) -> Sequence[int]:
         """Return up to `count` rows that a tenant should give up first, of whatever size."""
@@ -89,12 +91,6 @@ class Victims:
             for lane, (size, owner, tier) in enumerate(self._catalog.lanes)
             if tier is self._tier and slot_bytes in (None, size) and tenant in (None, owner)
         ]
-
-    def _idle_ticks(self, row: int) -> int:
-        return self._catalog.tick() - self._policy.last_use(row)
-
-    def _is_warmer(self, row: int, idle_ticks: int) -> bool:
-        return self._idle_ticks(row) * _COLDER_BY < idle_ticks
 
     def _coldest(self, lanes: Sequence[int], count: int) -> list[int]:
         """Return up to `count` rows, the best victims of all these lanes first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -269,6 +270,21 @@ def test_own_blocks_go_as_far_as_they_are_not_clearly_warmer_than_a_region(sizes
     for row in own[:5]:
         parts.catalog.leave(row, Tier.CPU, Cause.PRESSURE)
     assert is_whole_region(sizes, sizes.victims.for_slots(LARGE, 3))
+
+
+def test_the_time_that_passes_meanwhile_is_not_compared_with(sizes: TwoSizes, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = sizes.parts
+    cold = [row for rows in sizes.cold.values() for row in rows]
+    own = list(parts.catalog.policies[Tier.CPU].coldest(sizes.large.lanes[Tier.CPU]))
+    ticks = itertools.count(parts.catalog.tick() + 1)
+    monkeypatch.setattr(parts.catalog, "tick", lambda: next(ticks))
+    for ahead in range(245, 256):  # a quarter of 1,000 ticks, give or take a few
+        parts.catalog.use(cold)
+        ticks = itertools.count(next(ticks) + ahead)
+        parts.catalog.use(own)
+        ticks = itertools.count(next(ticks) + 1000)
+        choice = sizes.victims.for_slots(LARGE, 4)
+        assert choice.is_region or len(choice.rows) == 4
 
 
 @pytest.mark.parametrize("at", [0, -1])
