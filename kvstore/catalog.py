@@ -27,12 +27,11 @@ from kvstore.counters import Cause, TierCounters
 from kvstore.expiry import ExpiryQueue
 from kvstore.lifecycle import Copy, CopyEvent
 from kvstore.policy import Policy
-from kvstore.table import NEVER_S, NO_SLOT, BlockTable, Columns, Tier
+from kvstore.table import LEASE, NEVER_S, NO_SLOT, BlockTable, Columns, Tier
 from kvstore.tenancy import Tenancies, Tenancy
 
 TICKS_PER_S = 100
 _PIN_LOOK_S = 10.0  # how often a pinned block whose life is over is looked at
-_LEASE = 1 << 32  # `holds` counts leases in its upper half, all others in its lower
 
 
 _fastest_tier = [(residency & -residency).bit_length() - 1 for residency in range(16)].__getitem__
@@ -183,18 +182,16 @@ class Catalog:
             return []
         rows = self.table.add_many(hashes, namespaces, Tier.SSD, columns)
         self._generation = max(self._generation, max(columns.generations))
-        members: dict[int, Sequence[int]] = {namespaces[0]: rows}
-        if namespaces.count(namespaces[0]) != len(rows):
-            by_number: dict[int, list[int]] = {}
-            for row, number in zip(rows, namespaces, strict=True):
-                by_number.setdefault(number, []).append(row)
-            members = dict(by_number)
         doubled: list[int] = []
-        for number, own in members.items():
+        for number, own in self.table.by_namespace(rows).items():
             tenancy = self.tenancies[number]
             own_hashes = hashes if own is rows else [hashes[row - rows.start] for row in own]
             tenancy.rows = dict(zip(own_hashes, own, strict=True))
             if len(tenancy.rows) < len(own):
+                generation = self.table.generation.__getitem__
+                for block_hash, row in zip(own_hashes, own, strict=True):
+                    if generation(row) > generation(tenancy.rows[block_hash]):
+                        tenancy.rows[block_hash] = row
                 doubled += [row for h, row in zip(own_hashes, own, strict=True) if tenancy.rows[h] != row]
             tenancy.blocks[Tier.SSD] += len(own)
             self.used_bytes[tenancy.tenant, Tier.SSD] = (
@@ -281,21 +278,15 @@ class Catalog:
 
     def lease(self, rows: Iterable[int]) -> int:
         """Keep the slots of blocks where they are until `unlease`; return how many had no lease before."""
-        holds, fresh = self.table.holds, 0
-        for row in rows:
-            before = holds[row]
-            if before < _LEASE:
-                fresh += 1
-            holds[row] = before + _LEASE
-        return fresh
+        return self.table.lease(rows)
 
     def unlease(self, rows: Iterable[int]) -> int:
         """Undo one `lease`; return how many have no lease any more."""
         holds, unsettled, ended = self.table.holds, self._unsettled, 0
         for row in rows:
-            left = holds[row] - _LEASE
+            left = holds[row] - LEASE
             holds[row] = left
-            if left < _LEASE:
+            if left < LEASE:
                 ended += 1
                 if not left and row in unsettled:
                     self._let_go(row)
@@ -303,7 +294,7 @@ class Catalog:
 
     def leases_on(self, row: int) -> int:
         """Return how many leases there are on a block."""
-        return self.table.holds[row] // _LEASE
+        return self.table.holds[row] // LEASE
 
     def hold(self, row: int) -> None:
         """Keep a row's slots where they are until `unhold`."""
@@ -341,6 +332,10 @@ class Catalog:
         block_hash = self.table.hash[row]
         return block_hash is not None and self._visible_row(row, block_hash) == row
 
+    def is_in_transit(self, row: int) -> bool:
+        """Whether a block's copy in memory is there for a reader's moment only."""
+        return self.table.state[Tier.CPU][row] != Copy.ABSENT and self._is_transit(self.table.slot[Tier.CPU][row])
+
     def is_at(self, row: int, tier: Tier, slot: int) -> bool:
         """Whether a row's copy in `tier` is ready and lies in `slot`; row numbers below zero name no row."""
         table = self.table
@@ -366,16 +361,21 @@ class Catalog:
         dropped = 0
         for row in self._expiry.due(now_s, limit):
             expires_s = self.table.expires_s[row]
-            if expires_s == NEVER_S or not self.is_visible(row):
+            # One that was renewed, or another block's row by now, is remembered for its own end.
+            if expires_s > now_s or not self.is_visible(row):
                 continue
-            if expires_s > now_s or row in self.pinned:  # renewed, or another block's row by now
-                self._expiry.add(row, max(expires_s, now_s + _PIN_LOOK_S))
+            if row in self.pinned:
+                self._expiry.add(row, now_s + _PIN_LOOK_S)
             else:
                 self.drop(row, Cause.TTL)
                 dropped += 1
+        return dropped
+
+    def end_pins(self) -> None:
+        """Forget the operators' pins that are over."""
+        now_s = self._now_s()
         for row in [row for row, until_s in self.pinned.items() if until_s <= now_s]:
             del self.pinned[row]
-        return dropped
 
     def tick(self) -> int:
         """Return the policies' unit of time."""

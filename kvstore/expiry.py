@@ -1,7 +1,8 @@
 """Which rows may be due: rows by the second in which their life ends, four bytes each.
 
 An entry is a hint, not the truth: a row may have been renewed or given to another block since, so whoever takes a due
-row looks at its expiry and puts it back if need be. Times are seconds of CLOCK_BOOTTIME.
+row looks at its expiry. Each change of an expiry adds an entry of its own, so none need be put back. Times are seconds
+of CLOCK_BOOTTIME.
 """
 
 from __future__ import annotations

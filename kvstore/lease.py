@@ -60,9 +60,14 @@ class Session:
     client: str = ""
     leases: set[int] = field(default_factory=set[int])
     tickets: set[int] = field(default_factory=set[int])
-    quarantined_bytes: int = 0
+    process: int = 0  # its sessions share a limit on unsealed memory; 0: not known, a session stands for itself
     arena: WriteWindow | None = None  # strict mode: where this client writes
     over: bool = False
+
+    @property
+    def holder(self) -> int:
+        """Return who is charged for memory that it may be writing."""
+        return self.process or -self.token
 
 
 @dataclass(eq=False, slots=True)

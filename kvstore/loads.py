@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_records import DiskRead, DiskRecord
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import Outcome
+
+log = logging.getLogger("kvstore.loads")
 
 _JOB_BYTES = 4 << 20
 _BYTES_PER_S_AT_FIRST = 400e6  # a modest ssd's
@@ -69,10 +72,11 @@ class Loads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def load(self, rows: Sequence[int]) -> list[Load | None]:
+    def load(self, rows: Sequence[int], *, in_transit: bool = True) -> list[Load | None]:
         """Return a load for each block that is on ssd only: the one in flight or a new one; None: no slot is free.
 
         Each row with a load is held once for the caller, who must call `Catalog.unhold` when done with it.
+        `in_transit`: a slot in transit will do, for a reader that copies at once.
         """
         if rows and self._tasks is None:
             raise Closing("the daemon is stopping: nothing more is loaded from ssd")
@@ -81,7 +85,7 @@ class Loads:
         for row in rows:
             load = self._loads.get(row)
             if load is None:
-                offset = self._room.take(self._tenancy(row), for_load=True)
+                offset = self._room.take(self._tenancy(row), for_load=in_transit)
                 if offset is None:
                     loads.append(None)
                     continue
@@ -128,6 +132,8 @@ class Loads:
             outcomes.update(zip(wanted, await self._disk.read(reads), strict=True))
         except KVStoreError:
             pass  # the outcomes say UNAVAILABLE
+        except Exception:  # a bug met by one load must not end the daemon
+            log.exception("a load from ssd met a bug")
         finally:
             self._bytes_in_flight -= size_bytes
             for load, outcome in outcomes.items():

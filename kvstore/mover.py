@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.catalog import Catalog
 from kvstore.counters import Cause
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, TierUnavailable
 from kvstore.lifecycle import Copy
 from kvstore.loads import Loads, disk_record
 from kvstore.progress import Progress
@@ -31,6 +32,8 @@ from kvstore.tiers.disk_records import DiskWrite
 from kvstore.tiers.memory import MemoryTier
 from kvstore.victims import Victims
 from kvstore.wire import Outcome
+
+log = logging.getLogger("kvstore.mover")
 
 _BATCH_BYTES = 16 << 20
 _BATCHES_IN_FLIGHT = 8
@@ -56,6 +59,7 @@ class Mover:
         quotas: Mapping[str, int],
     ) -> None:
         self.queued_bytes = 0
+        self.left_out = 0  # blocks that the queue could not take, since this was last looked at
         self._catalog = catalog
         self._memory = memory
         self._room = room
@@ -100,6 +104,7 @@ class Mover:
                 continue
             size = self._size(row)
             if not urgent and self.queued_bytes + size > self._queue_bytes_max:
+                self.left_out += 1
                 self._catalog.counters[Tier.SSD].demotions_dropped += 1
                 continue
             self._queued[generation] = size
@@ -193,11 +198,13 @@ class Mover:
             batch = [(row, address) for row, address in batch if self._still_wanted(row, address)]
             writes = [DiskWrite(address, disk_record(self._catalog, row), self._payload(row)) for row, address in batch]
             outcomes = await self._disk.write(writes)
-            await self._correct_lives(batch, writes)
+            await self._correct_lives(batch, writes, outcomes)
         except KVStoreError:
             if not writes:
                 for _, address in batch:
                     self._disk.release(address)
+        except Exception:  # a bug met by one batch must not end the daemon
+            log.exception("a write to ssd met a bug")
         finally:
             self._writing -= 1
             self._writes.release()
@@ -211,11 +218,16 @@ class Mover:
             self.free_ahead(tenancy)
         self.progress.signal()
 
-    async def _correct_lives(self, batch: list[tuple[int, int]], writes: list[DiskWrite]) -> None:
+    async def _correct_lives(
+        self, batch: list[tuple[int, int]], writes: list[DiskWrite], outcomes: Sequence[Outcome]
+    ) -> None:
         """Write the ends of those lives that were changed while their block was being written."""
-        told = {address: write.record.expires_s for (_, address), write in zip(batch, writes, strict=True)}
+        # The others have lost their slots, which may be another block's by now.
+        durable = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.DURABLE]
+        told = {batch[at][1]: writes[at].record.expires_s for at in durable}
         expires_s = self._catalog.table.expires_s
-        while late := {address: expires_s[row] for row, address in batch if expires_s[row] != told[address]}:
+        written = [batch[at] for at in durable]
+        while late := {address: expires_s[row] for row, address in written if expires_s[row] != told[address]}:
             told.update(late)
             await self._disk.set_expiry(late)
 
@@ -345,14 +357,28 @@ class Mover:
             if not rows:
                 return 0
             self._deleting += len(rows)
+            deleted = False
             try:
-                await self._disk.forget([self._catalog.table.slot[Tier.SSD][row] for row in rows])
+                deleted = await self._disk.forget([self._catalog.table.slot[Tier.SSD][row] for row in rows])
             finally:
                 self._deleting -= len(rows)
                 for row in rows:
                     self._catalog.gone(row)
                 self.progress.signal()
+            if not deleted:
+                raise TierUnavailable(
+                    "what was dropped is invisible, but the ssd index can't be written now: after a crash it could be "
+                    "back; look at the tier's state (kvctl tiers), then drop it again"
+                )
             return len(rows)
+
+    async def delete_all_departed(self) -> None:
+        """Delete what has left the ssd tier by now, and what others are deleting."""
+        left = len(self._catalog.departed)
+        while deleted := await self.delete_departed():
+            left -= deleted
+            if left <= 0:
+                break
 
     @property
     def _leaving_slots(self) -> int:
@@ -367,9 +393,10 @@ class Mover:
         """Return the number the ssd tier knows a namespace by; durable there before this returns."""
         if tenancy.disk_number is None:
             number = await self._disk.add_namespace(tenancy.tenant, tenancy.namespace.encode(), tenancy.ttl_s)
-            if tenancy.epoch:
-                await self._disk.set_epoch(number, tenancy.epoch)
             tenancy.disk_number = number
+        # Whatever failed before: no record may be durable under an epoch that would be unknown after a crash.
+        while self._disk.epoch_of(tenancy.disk_number) < tenancy.epoch:
+            await self._disk.set_epoch(tenancy.disk_number, tenancy.epoch)
         return tenancy.disk_number
 
     def _payload(self, row: int) -> memoryview:

@@ -7,7 +7,7 @@ gone, because until then somebody may still be writing there.
 Invariants
 1. A hash has at most one OPEN put in a namespace; `_writing` names it.
 2. A slot in state OPEN or OVERDUE belongs to its ticket, in state SEALED to a row of the catalog.
-3. What is reserved and what is in quarantine are bounded: in all, and for each session.
+3. What is open or in quarantine is bounded: in all, and for each process.
 4. The first valid seal wins; a seal of a position that is not OPEN, or of a namespace dropped since, is REFUSED.
 5. Everybody who waits is told of a seal, a forfeit or an abort at once, in the order they came.
 """
@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -72,11 +73,10 @@ class Arrival:
 
 @dataclass(slots=True)
 class PutLimits:
-    """Bytes that may be open, open or in quarantine, and in quarantine for one session; how long a put may take."""
+    """Bytes that may be open or in quarantine, in all and for one process; how long a put may take."""
 
-    open_bytes: int
     total_bytes: int
-    session_bytes: int
+    process_bytes: int
     reservation_s: float
 
 
@@ -108,6 +108,7 @@ class Puts:
         self._catalog = catalog
         self._memory = memory
         self._room = room
+        self._process_bytes: Counter[int] = Counter()  # open and in quarantine, by process
         self._tickets: dict[int, Ticket] = {}
         self._writing: dict[int, dict[bytes, Ticket]] = {}  # by namespace and hash
         self._arrivals: dict[tuple[int, bytes], list[Arrival]] = {}
@@ -159,6 +160,7 @@ class Puts:
                 ticket.offsets[position] = offset
                 writing[hashes[position]] = ticket
             self.reserved_bytes += ticket.slot_charge * len(taken)
+            self._charge(ticket, len(taken))
             if ticket.arena is None:
                 self._catalog.promise(tenancy, Tier.CPU, len(taken))
             self._tickets[ticket.token] = ticket
@@ -225,6 +227,7 @@ class Puts:
             writing = self._writing[tenancy.number]
             for block_hash in hashes:
                 del writing[block_hash]
+            self._charge(ticket, -len(sealed))
             if slots is not None and ticket.arena is not None:
                 for offset in offsets:
                     ticket.arena.free(offset)
@@ -328,9 +331,11 @@ class Puts:
 
     def drop_all(self, tenancy: Tenancy) -> None:
         """The namespace was dropped: its open puts can't be sealed any more, and nobody need wait for them."""
-        for block_hash, ticket in self._writing.pop(tenancy.number, {}).items():
-            self._to_quarantine(ticket, ticket.hashes.index(block_hash))
-            self.abort(tenancy, (block_hash,))
+        self._writing.pop(tenancy.number, None)
+        for ticket in [ticket for ticket in self._tickets.values() if ticket.tenancy is tenancy]:
+            for position in ticket.positions(Put.OPEN):
+                self._to_quarantine(ticket, position)
+                self.abort(tenancy, (ticket.hashes[position],))
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariants hold."""
@@ -343,6 +348,7 @@ class Puts:
             quarantined += len(ticket.positions(Put.OVERDUE)) * ticket.slot_charge
         assert reserved + self.copying_bytes == self.reserved_bytes
         assert quarantined == self.quarantined_bytes
+        assert sum(self._process_bytes.values()) == reserved + quarantined
         written = sum(map(len, self._writing.values()))
         assert written == sum(len(ticket.positions(Put.OPEN)) for ticket in self._tickets.values())
 
@@ -354,9 +360,8 @@ class Puts:
         if ticket.arena is not None:
             return ticket.arena.allocate_many(slot_bytes, count)
         left_bytes = min(
-            self.limits.open_bytes - self.reserved_bytes,
             self.limits.total_bytes - self.reserved_bytes - self.quarantined_bytes,
-            self.limits.session_bytes - ticket.session.quarantined_bytes,
+            self.limits.process_bytes - self._process_bytes[ticket.session.holder],
         )
         fits = max(0, left_bytes // slot_bytes)
         if not fits and not self.reserved_bytes and not self.quarantined_bytes:
@@ -392,7 +397,7 @@ class Puts:
             ticket.states[position] = next_put(ticket.states[position], PutEvent.ACKNOWLEDGE)
             self.quarantined_bytes -= charged
             self.quarantined_slots -= 1
-            ticket.session.quarantined_bytes -= charged
+        self._charge(ticket, -1)
         if ticket.arena is None:
             self._catalog.promise(ticket.tenancy, Tier.CPU, -1)
             self._memory.free(ticket.offsets[position])
@@ -411,7 +416,12 @@ class Puts:
         self.reserved_bytes -= charged
         self.quarantined_bytes += charged
         self.quarantined_slots += 1
-        ticket.session.quarantined_bytes += charged
+
+    def _charge(self, ticket: Ticket, slots: int) -> None:
+        process = ticket.session.holder
+        self._process_bytes[process] += slots * ticket.slot_charge
+        if not self._process_bytes[process]:
+            del self._process_bytes[process]
 
     def _finish(self, ticket: Ticket) -> None:
         if not ticket.has_slots:

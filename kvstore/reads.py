@@ -146,6 +146,8 @@ class Reads:
             return None
         if request.copying and len(rows) * tenancy.slot_bytes > self.limits.window_bytes:
             return None
+        if not request.copying and any(map(self._catalog.is_in_transit, rows)):
+            return None
         try:
             outcomes = bytes([Outcome.HIT]) * len(rows)
             return self._grant(session, tenancy, request, rows, outcomes, bytes([Tier.CPU.bit]) * len(rows))
@@ -183,12 +185,12 @@ class Reads:
             return self._incomplete(tenancy, request, outcomes, sources)
         held: list[int] = []
         try:
-            loads = self._hold(rows, outcomes, held)
+            loads = self._hold(rows, outcomes, held, in_transit=request.copying)
             if not request.copying and Outcome.LATER in outcomes:
                 return None
             if loads:
                 await self._finish_loads(rows, outcomes, loads, deadline_s)
-                _leave_out_dropped(tenancy, request.hashes, rows, outcomes)
+                self._leave_out_dropped(tenancy, request.hashes, rows, outcomes)
             ready = [row if outcome == Outcome.HIT else None for row, outcome in zip(rows, outcomes, strict=True)]
             if request.run:
                 _cut_run(ready, outcomes)
@@ -203,6 +205,14 @@ class Reads:
         finally:
             for row in held:
                 self._catalog.unhold(row)
+
+    def _leave_out_dropped(
+        self, tenancy: Tenancy, hashes: Sequence[bytes], rows: Sequence[int | None], outcomes: bytearray
+    ) -> None:
+        """Make misses of blocks that were dropped, or whose life ended, while the request waited for others."""
+        for position, row in enumerate(rows):
+            if outcomes[position] == Outcome.HIT and self._catalog.find(tenancy, hashes[position]) != row:
+                outcomes[position] = Outcome.ABSENT
 
     def _candidates(
         self, tenancy: Tenancy, request: Acquire, reasons: dict[bytes, Outcome]
@@ -238,21 +248,28 @@ class Reads:
                     rows[position], outcomes[position] = None, Outcome.BUDGET
                 left -= 1
 
-    def _hold(self, rows: list[int | None], outcomes: bytearray, held: list[int]) -> dict[int, Load]:
-        """Hold what is in memory and start or join the loads of the rest; what finds no room becomes LATER."""
+    def _hold(
+        self, rows: list[int | None], outcomes: bytearray, held: list[int], *, in_transit: bool
+    ) -> dict[int, Load]:
+        """Hold what is in memory and start or join the loads of the rest; what finds no room becomes LATER.
+
+        Unless a slot `in_transit` will do, what lies in one is LATER, too: it leaves when its reader is done.
+        """
         residency = self._catalog.table.residency
         cold: dict[int, None] = {}  # in order, each once
         for position, row in enumerate(rows):
             if row is None or outcomes[position] != Outcome.HIT:
                 continue
-            if residency[row] & Tier.CPU.bit:
+            if not in_transit and self._catalog.is_in_transit(row):
+                outcomes[position] = Outcome.LATER
+            elif residency[row] & Tier.CPU.bit:
                 self._catalog.hold(row)
                 held.append(row)
             else:
                 cold[row] = None
         loads: dict[int, Load] = {}
         if self._loads is not None:
-            for row, load in zip(cold, self._loads.load(list(cold)), strict=True):
+            for row, load in zip(cold, self._loads.load(list(cold), in_transit=in_transit), strict=True):
                 if load is not None:
                     loads[row] = load
                     held.append(row)
@@ -359,7 +376,7 @@ class Reads:
         held: list[int] = []
         wanted: list[int | None] = list(rows)
         try:
-            loads = self._hold(wanted, outcomes, held)
+            loads = self._hold(wanted, outcomes, held, in_transit=True)
             if loads:
                 await self._finish_loads(wanted, outcomes, loads, self._clock.monotonic_s() + self.limits.lease_s_max)
         except BaseException:
@@ -373,34 +390,33 @@ class Reads:
         return kept
 
     def prefetch(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> bytes:
-        """Start loading blocks; HIT: in memory or on its way, NO_ROOM, or ABSENT."""
-        outcomes = bytearray()
-        for block_hash in hashes:
+        """Start loading blocks; HIT: in memory or on its way, NO_ROOM, or ABSENT.
+
+        One call loads a window's bytes at most: it must not turn the whole tier over.
+        """
+        outcomes = bytearray([Outcome.HIT]) * len(hashes)
+        cold: dict[int, int] = {}  # row -> position
+        for position, block_hash in enumerate(hashes):
             row = self._catalog.find(tenancy, block_hash)
             if row is None:
-                outcomes.append(Outcome.ABSENT)
-            elif self._catalog.table.residency[row] & Tier.CPU.bit or self._loads is None:
-                outcomes.append(Outcome.HIT)
+                outcomes[position] = Outcome.ABSENT
+            elif not self._catalog.table.residency[row] & Tier.CPU.bit:
+                cold[row] = position
+        if self._loads is None:
+            return bytes(outcomes)
+        wanted = list(cold)[: max(1, self.limits.window_bytes // tenancy.slot_bytes)]
+        loads = dict(zip(wanted, self._loads.load(wanted, in_transit=False), strict=True))
+        for row, position in cold.items():
+            if loads.get(row) is None:
+                outcomes[position] = Outcome.NO_ROOM
             else:
-                load = self._loads.load([row])[0]
-                outcomes.append(Outcome.NO_ROOM if load is None else Outcome.HIT)
-                if load is not None:
-                    self._catalog.unhold(row)
+                self._catalog.unhold(row)
         return bytes(outcomes)
 
 
 def fastest(residency: int) -> Tier:
     """Return the fastest tier in a residency."""
     return Tier((residency & -residency).bit_length() - 1)
-
-
-def _leave_out_dropped(
-    tenancy: Tenancy, hashes: Sequence[bytes], rows: Sequence[int | None], outcomes: bytearray
-) -> None:
-    """Make misses of blocks that were dropped while the request waited for others."""
-    for position, row in enumerate(rows):
-        if outcomes[position] == Outcome.HIT and tenancy.rows.get(hashes[position]) != row:
-            outcomes[position] = Outcome.ABSENT
 
 
 def _cut_run(rows: list[int | None], outcomes: bytearray) -> None:

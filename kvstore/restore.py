@@ -54,14 +54,16 @@ class WarmStart:
             if pinned is not None:
                 catalog.pinned[pinned] = pin.ends_s
 
-    def catch_up(self, limit: int) -> None:
-        """Do a little of what is left: look at `limit` rows."""
+    def catch_up(self, limit: int) -> int:
+        """Do a little of what is left: look at `limit` rows. Return how many were looked at."""
         if self._unowned:
             self._note_owners(limit)
         elif self._placed < len(self._recency):
             self._restore_order(limit)
         else:
             self._recency = array("Q")
+            return 0
+        return limit
 
     def _note_owners(self, limit: int) -> None:
         first = max(0, self._unowned - limit)

@@ -47,7 +47,11 @@ _TICK_S = 0.05
 _ROOM_ROUND_S = 0.1
 _CHECKPOINT_S = 30.0
 _CLEAN_LOOK = 256
-_PER_TICK = 2000  # rows that one tick may expire or reclaim: a bound on how long the loop is held
+_TICK_WORK_S = 0.002  # how long a tick may hold the loop for what has time
+_PER_TICK = 2000  # rows that one tick looks at for each purpose
+_PER_STEP = 100
+_CHECKPOINT_ROWS = 2000  # between two moments for others
+_DRAIN_ROWS = 4096  # at once: enough to keep the ssd busy, few enough to hold the loop only for moments
 _POPULATE_BYTES = 128 << 20
 _POPULATE_THREADS = min(8, os.cpu_count() or 1)
 WINDOW_BYTES_MAX = 64 << 20
@@ -103,7 +107,7 @@ class Store:
         )  # fmt: skip
         usable = self.memory.grantable_bytes()
         self.leases = Leases(self.catalog, usable // 2, min(self.memory.transit_bytes, usable // 4))
-        limits = PutLimits(usable // 4, usable // 2, usable // 8, settings.reservation_s)
+        limits = PutLimits(usable // 2, usable // 4, settings.reservation_s)
         self.puts = Puts(self.catalog, self.memory, self.room, limits, self.note_use)
         window_bytes = min(WINDOW_BYTES_MAX, max(usable // 16, 2 << 20))
         self.reads = Reads(
@@ -112,6 +116,7 @@ class Store:
         )  # fmt: skip
         self.started_s = clock.monotonic_s()
         self._next_session = 1
+        self._end_pins_s = self.started_s
         self._warm: WarmStart | None = None
         self._defer: Callable[[Callable[[], None]], object] = lambda call: call()
 
@@ -173,9 +178,15 @@ class Store:
                 tasks.create_task(in_thread(part))
 
     async def _forget_stale(self) -> None:
-        if self._warm is not None and self.disk is not None and self._warm.stale:
-            stale, self._warm.stale = self._warm.stale, []
-            await self.disk.forget(stale)
+        """Delete what the directory held under older epochs, in portions; what fails is tried again."""
+        while self._warm is not None and self.disk is not None and self._warm.stale:
+            portion = self._warm.stale[-_PER_TICK:]
+            try:
+                if await self.disk.forget(portion):
+                    del self._warm.stale[-len(portion) :]
+            except KVStoreError as exc:
+                log.warning("stale blocks can't be deleted now: %s", exc)
+            await asyncio.sleep(_TICK_S)
 
     async def _tick_forever(self) -> None:
         last_checkpoint_s = self.clock.monotonic_s()
@@ -191,22 +202,31 @@ class Store:
         now_s = self.clock.monotonic_s()
         self.puts.expire(now_s)
         self.leases.expire(now_s)
-        self.catalog.expire(_PER_TICK)
-        self.catalog.reclaim(_PER_TICK)
         if self.mover is not None:
             self._clean_ahead(self.mover)
-        if self._warm is not None:
-            self._warm.catch_up(10 * _PER_TICK)
+        # The rest may be much: it gets what is left of the tick's time, a little of each in turn.
+        for _ in range(_PER_TICK // _PER_STEP):
+            done = self.catalog.expire(_PER_STEP) + self.catalog.reclaim(_PER_STEP)
+            if self._warm is not None:
+                done += self._warm.catch_up(_PER_STEP)
+            if not done or self.clock.monotonic_s() - now_s > _TICK_WORK_S:
+                break
+        if now_s >= self._end_pins_s:
+            self._end_pins_s = now_s + 1.0
+            self.catalog.end_pins()
 
-    def _clean_ahead(self, mover: Mover, look_max: int = 1 << 30) -> None:
+    def _clean_ahead(self, mover: Mover, look_max: int = _PER_TICK) -> None:
         """Above the high watermark, write the coldest blocks that only memory holds, so that they can be evicted.
 
-        Looks at what the low watermark leaves at the cold end, and at no more than `look_max` blocks of a size.
+        Looks at what the low watermark leaves at the cold end, and at no more than `look_max` blocks of a size. Where
+        every block goes to ssd at its seal, only those that the queue could not take are left to find.
         """
         capacity = self.memory.grantable_bytes()
-        if self.memory.slab.used_bytes < capacity * self.settings.high_watermark:
+        all_are_queued = self.settings.write_policy == "through" and not mover.left_out
+        if all_are_queued or self.memory.slab.used_bytes < capacity * self.settings.high_watermark:
             return
         table = self.catalog.table
+        mover.left_out = 0
         for lane, (slot_bytes, _, tier) in enumerate(self.catalog.lanes):
             if tier is not Tier.CPU:
                 continue
@@ -219,6 +239,7 @@ class Store:
                 wanted = table.uses[row] or self.settings.write_policy != "second-touch"
                 if wanted and table.residency[row] == Tier.CPU.bit and table.state[Tier.SSD][row] == Copy.ABSENT:
                     dirty.append(row)
+            mover.left_out += len(dirty)
             mover.demote(dirty)
 
     async def checkpoint(self) -> None:
@@ -226,11 +247,9 @@ class Store:
         if self.disk is None:
             return
         addresses = array("Q")
-        slots = self.catalog.table.slot[Tier.SSD]
-        policy = self.catalog.policies[Tier.SSD]
-        for lane, (_, _, tier) in enumerate(self.catalog.lanes):
+        for lane, (_, _, tier) in enumerate(list(self.catalog.lanes)):
             if tier is Tier.SSD:
-                addresses.extend(slots[row] for row in policy.coldest(lane))
+                addresses.extend(await self._order_of(lane))
         try:
             await self.disk.checkpoint(addresses)
         except KVStoreError as exc:
@@ -240,6 +259,20 @@ class Store:
             if self.catalog.is_at(row, Tier.SSD, address):
                 self.catalog.leave(row, Tier.SSD, Cause.DROP)
         await self._forget_pins(self.disk)
+
+    async def _order_of(self, lane: int) -> array[int]:
+        """Return the addresses of a lane on ssd, coldest first, as far as the order holds still: it is only a hint."""
+        addresses = array("Q")
+        slots, policy = self.catalog.table.slot[Tier.SSD], self.catalog.policies[Tier.SSD]
+        rows = policy.coldest(lane)
+        for number in range(len(self.catalog.table)):
+            row = next(rows, None)
+            if row is None or row not in policy:
+                break
+            addresses.append(slots[row])
+            if number % _CHECKPOINT_ROWS == _CHECKPOINT_ROWS - 1:
+                await asyncio.sleep(0)
+        return addresses
 
     async def _forget_pins(self, disk: DiskTier) -> None:
         """Delete the pins on ssd that are over or whose block is gone: a block stored anew would be pinned by them."""
@@ -257,15 +290,21 @@ class Store:
         """Write what only memory holds to ssd; return how many blocks became durable, and how many are not."""
         if self.mover is None:
             return 0, 0
-        before = self.mover.unwritten()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.mover.make_durable(before)
-        except TimeoutError:
-            pass
-        left = len(self.mover.unwritten())
+        ends_s = self.clock.monotonic_s() + timeout_s
+        rows = self.mover.unwritten()
+        table = self.catalog.table
+        generations = {row: table.generation[row] for row in rows}
+        written = 0
+        for start in range(0, len(rows), _DRAIN_ROWS):
+            left_s = ends_s - self.clock.monotonic_s()
+            if left_s <= 0:
+                break
+            # A row may have gone, or have another block, while the ones before were written.
+            part = [r for r in rows[start : start + _DRAIN_ROWS] if table.generation[r] == generations[r]]
+            part = [r for r in part if table.residency[r] == Tier.CPU.bit]
+            written += sum(await self.make_durable(part, left_s))
         await self.checkpoint()
-        return len(before) - left, left
+        return written, len(self.mover.unwritten())
 
     async def close(self) -> None:
         """Close the tiers; nothing may be running any more."""
@@ -275,9 +314,9 @@ class Store:
 
     # ---- sessions and namespaces
 
-    def open_session(self, tenant: str, *, admin: bool, client: str = "") -> Session:
-        """Return a new session."""
-        session = Session(self._next_session, tenant, admin, client)
+    def open_session(self, tenant: str, *, admin: bool, client: str = "", process: int = 0) -> Session:
+        """Return a new session; all sessions of one `process` share a limit, 0: it is not known."""
+        session = Session(self._next_session, tenant, admin, client, process=process)
         self._next_session += 1
         return session
 
@@ -393,8 +432,7 @@ class Store:
                 self.catalog.drop(row, Cause.DROP)
         if self.mover is not None:
             await self.mover.writes_of(dropped)
-        while self.mover is not None and await self.mover.delete_departed():
-            pass
+            await self.mover.delete_all_departed()
         return bytes(outcomes)
 
     async def drop_namespaces(self, tenancies: Sequence[Tenancy]) -> int:

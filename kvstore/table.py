@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstore.lifecycle import Copy, CopyEvent, next_copy
 
 NO_SLOT = -1
 NEVER_S = float("inf")
+LEASE = 1 << 32  # `holds` counts leases in its upper half, all others in its lower
 
 
 class Tier(enum.IntEnum):
@@ -121,6 +122,26 @@ class BlockTable:
         for each, states in self.state.items():
             states += bytes([Copy.READY if each is tier else Copy.ABSENT]) * count
         return range(start, start + count)
+
+    def by_namespace(self, rows: range) -> Mapping[int, Sequence[int]]:
+        """Return the rows of each namespace, in order."""
+        namespaces = self.namespace[rows.start : rows.stop]
+        if namespaces.count(namespaces[0]) == len(rows):
+            return {namespaces[0]: rows}
+        found: dict[int, list[int]] = {}
+        for row, number in zip(rows, namespaces, strict=True):
+            found.setdefault(number, []).append(row)
+        return found
+
+    def lease(self, rows: Iterable[int]) -> int:
+        """Count one lease more on each row; return how many had none before."""
+        holds, fresh = self.holds, 0
+        for row in rows:
+            before = holds[row]
+            if before < LEASE:
+                fresh += 1
+            holds[row] = before + LEASE
+        return fresh
 
     def move(self, row: int, tier: Tier, event: CopyEvent) -> Copy:
         """Apply `event` to the copy in `tier` and return its new state."""

@@ -99,7 +99,7 @@ class _Resolver:
         else:
             values["ssd-dir"] = values["ssd-size"] = None
         if "write-queue" not in self.given.values:
-            values["write-queue"] = min(values["write-queue"], max(CHUNK_BYTES, values["cpu-size"] // 4))
+            values["write-queue"] = values["cpu-size"]  # what waits there holds no memory of its own
         self._check_tenants(values)
         self._check_together(values)
         settings = None

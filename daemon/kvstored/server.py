@@ -186,7 +186,9 @@ class Server:
             )
         if len(self._connections) >= self._settings.sessions_max:
             raise Backpressure(f"{self._settings.sessions_max} sessions are open: raise sessions-max")
-        session = self._store.open_session(peer.tenant, admin=peer.admin, client=hello.client)
+        session = self._store.open_session(
+            peer.tenant, admin=peer.admin, client=hello.client, process=peer.pid
+        )
         arena: Arena | None = None
         try:
             descriptors: list[int] = []

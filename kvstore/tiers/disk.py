@@ -366,6 +366,10 @@ class DiskTier:
             ]
             await self._set_namespaces(changed)
 
+    def epoch_of(self, number: int) -> int:
+        """Return the epoch of a namespace that is durable."""
+        return self._namespaces[number].epoch
+
     async def set_epoch(self, number: int, epoch: int) -> None:
         """Set, durably, the epoch of a namespace. Records of older epochs stay until they are forgotten."""
         await self.set_epochs({number: epoch})

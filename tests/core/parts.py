@@ -168,7 +168,7 @@ def core(
                 used.append(rows)
                 catalog.use(rows)
 
-        limits = limits or PutLimits(grantable, grantable, grantable, RESERVATION_S)
+        limits = limits or PutLimits(grantable, grantable, RESERVATION_S)
         yield Core(clock, memory, catalog, room, leases, Puts(catalog, memory, room, limits, note_use), used)
         memory.check_integrity()
         catalog.check_integrity()

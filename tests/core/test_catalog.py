@@ -102,9 +102,11 @@ def test_a_renewed_life_is_the_one_that_counts(parts: Core, tenancy: Tenancy) ->
     parts.catalog.set_ttl(rows[2], 0.0)
     parts.clock.advance(10.0)
     parts.catalog.expire(100)
+    parts.catalog.end_pins()
     assert parts.keys_of(tenancy, range(3)) == [0, 2]
     parts.clock.advance(15.0)
     parts.catalog.expire(100)
+    parts.catalog.end_pins()
     assert parts.keys_of(tenancy, range(3)) == [2]
 
 
@@ -117,6 +119,7 @@ def test_a_pinned_block_outlives_its_time_and_goes_when_the_pin_ends(parts: Core
     assert parts.catalog.find(tenancy, hash_of(0)) == row
     parts.clock.advance(31.0)
     parts.catalog.expire(100)
+    parts.catalog.end_pins()
     assert parts.catalog.find(tenancy, hash_of(0)) is None
 
 
@@ -467,6 +470,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.parts.clock.advance(seconds)
         if sweep:
             self.catalog.expire(100)
+            self.catalog.end_pins()
             for block in self.blocks.values():
                 assert self.is_pinned(block) == (block.pinned_until_s > self.now_s())
         self.forget_expired_where_looked_at()

@@ -101,15 +101,15 @@ def test_what_finds_no_room_is_told_so_and_the_rest_is_granted(parts: Core, tena
     parts.check_integrity()
 
 
-def test_limits_on_open_puts_hold_in_all_and_in_quarantine_for_each_session() -> None:
-    limits = PutLimits(6 * BLOCK_BYTES, 8 * BLOCK_BYTES, 3 * BLOCK_BYTES, RESERVATION_S)
+def test_what_is_open_or_in_quarantine_is_limited_in_all_and_for_each_process() -> None:
+    limits = PutLimits(8 * BLOCK_BYTES, 3 * BLOCK_BYTES, RESERVATION_S)
     with core(limits=limits) as parts:
         tenancy, session, other = parts.tenancy(), parts.session(), parts.session()
         first, outcomes = parts.reserve(session, tenancy, range(4))
-        assert outcomes.count(GRANTED) == 3, "no session may come to have more than that in quarantine"
+        assert outcomes.count(GRANTED) == 3, "no process may come to have more than that in quarantine"
         second, outcomes = parts.reserve(other, tenancy, range(10, 20))
         assert outcomes.count(GRANTED) == 3
-        assert parts.reserve(parts.session(), tenancy, [30])[1] == [NO_ROOM], "six are open"
+        assert parts.reserve(other, tenancy, [30])[1] == [NO_ROOM], "three are open"
         parts.clock.advance(RESERVATION_S)
         parts.puts.expire(parts.now_s())
         assert quarantined(parts) == (6, 6 * BLOCK_BYTES)
@@ -225,7 +225,6 @@ def test_past_its_deadline_a_put_is_in_quarantine_and_its_key_free_for_another(
     parts.clock.advance(0.01)
     parts.puts.expire(parts.now_s())
     assert quarantined(parts) == (2, 2 * BLOCK_BYTES)
-    assert session.quarantined_bytes == 2 * BLOCK_BYTES
     assert parts.puts.reserved_bytes == 0
     other, outcomes = parts.reserve(parts.session(), tenancy, [0, 1])
     assert outcomes == [GRANTED, GRANTED]
@@ -239,7 +238,7 @@ def test_a_late_seal_is_refused_and_gives_its_slots_back(parts: Core, tenancy: T
     parts.puts.expire(parts.now_s())
     assert parts.seal(parts.puts.ticket(session, ticket.token), [0, 1]) == [REFUSED, REFUSED]
     assert quarantined(parts) == (0, 0)
-    assert session.quarantined_bytes == parts.memory.used_bytes == len(parts.puts) == 0
+    assert parts.memory.used_bytes == len(parts.puts) == 0
     assert parts.keys_of(tenancy, range(2)) == []
     parts.check_integrity()
 
