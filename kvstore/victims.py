@@ -73,8 +73,8 @@ class Victims:
         if not own:
             found = self._regions.any(slot_bytes, now)
             return Choice(()) if found is None else Choice(found.rows, is_region=True)
-        # The later ones are warmer, so a region may be clearly colder than them only.
-        found = self._regions.colder(slot_bytes, (now - last_use(own[-1])) * _COLDER_BY, now)
+        # A region may be clearly colder than the warmest of them only: then those before it go first.
+        found = self._regions.colder(slot_bytes, (now - max(map(last_use, own))) * _COLDER_BY, now)
         if found is None:
             return Choice(own)
         idle_ticks = found.idle_ticks
@@ -151,7 +151,7 @@ class Victims:
             if len(aside) >= _IN_THE_WAY:
                 for row in aside:
                     self._policy.renew(row, now, 0)
-        if self._spared_are_in_use:
+        if self._spared_are_in_use and walks:
             self._saved = min(sum(walk.look_ahead for walk in walks), _LOOK_AHEAD_SAVED_MAX)
 
 

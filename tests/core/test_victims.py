@@ -272,6 +272,19 @@ def test_own_blocks_go_as_far_as_they_are_not_clearly_warmer_than_a_region(sizes
     assert is_whole_region(sizes, sizes.victims.for_slots(LARGE, 3))
 
 
+def test_a_region_is_named_before_a_warm_block_even_if_cold_ones_follow_that_are_spared(sizes: TwoSizes) -> None:
+    parts = sizes.parts
+    own = list(parts.catalog.policies[Tier.CPU].coldest(sizes.large.lanes[Tier.CPU]))
+    parts.clock.advance(3600)
+    parts.catalog.use([row for rows in sizes.cold.values() for row in rows])
+    parts.clock.advance(3600)
+    parts.catalog.use(own[3:])
+    parts.clock.advance(10)
+    spared = CountedSpared(set(own) - {own[3]})
+    victims = Victims(parts.catalog, Tier.CPU, sizes.space, spared)
+    assert is_whole_region(sizes, victims.for_slots(LARGE, 2))
+
+
 def test_the_time_that_passes_meanwhile_is_not_compared_with(sizes: TwoSizes, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = sizes.parts
     cold = [row for rows in sizes.cold.values() for row in rows]
@@ -440,6 +453,7 @@ def test_where_all_blocks_are_in_memory_too_a_victim_costs_some_tens_of_rows(ssd
 
 def test_blocks_in_memory_are_passed_over_for_one_behind_a_long_run_of_them(ssd: OnSsd) -> None:
     ssd.in_memory.rows = set(ssd.rows[:3000])
+    assert ssd.victims.for_slots(LARGE, 1).rows == (), "a size that nobody has costs nothing of what is saved up"
     assert ssd.evict(1) == [ssd.rows[3000]]
     before = ssd.in_memory.asked
     assert ssd.evict(10) == ssd.rows[3001:3011]
