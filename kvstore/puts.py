@@ -123,11 +123,19 @@ class Puts:
         return {ticket.tenancy.number for ticket in self._tickets.values()} | {number for number, _ in self._arrivals}
 
     def reserve(
-        self, session: Session, tenancy: Tenancy, hashes: Sequence[bytes], now_s: float, *, pool: bool = False
+        self,
+        session: Session,
+        tenancy: Tenancy,
+        hashes: Sequence[bytes],
+        now_s: float,
+        *,
+        pool: bool = False,
+        again: bool = False,
     ) -> tuple[Ticket, bytes]:
         """Return a ticket and an outcome a hash: GRANTED, PRESENT, BUSY or NO_ROOM. A repeated hash is BUSY.
 
         `pool`: take slots of the pool even if the session has a write window; the daemon itself writes them.
+        `again`: it was asked for in vain before, so what is there or busy has been counted.
         """
         count = len(hashes)
         ticket = Ticket(
@@ -149,7 +157,9 @@ class Puts:
         finally:
             for row in present:
                 self._catalog.unhold(row)
-        if present:
+        if not again:
+            tenancy.counters.present_blocks += outcomes.count(Outcome.PRESENT)
+            tenancy.counters.busy_blocks += outcomes.count(Outcome.BUSY)
             self._note_use(present[::-1])
         for position in wanted[len(taken) :]:
             outcomes[position] = Outcome.NO_ROOM
@@ -175,7 +185,7 @@ class Puts:
 
         Those outcomes become PRESENT, and BUSY what somebody writes.
         """
-        writing, counters = self._writing[tenancy.number], tenancy.counters
+        writing = self._writing[tenancy.number]
         wanted: list[int] = []
         present: list[int] = []
         seen: set[bytes] = set()
@@ -183,11 +193,9 @@ class Puts:
             row = self._catalog.find(tenancy, block_hash)
             if row is not None:
                 outcomes[position] = Outcome.PRESENT
-                counters.present_blocks += 1
                 present.append(row)
             elif block_hash in writing or block_hash in seen:
                 outcomes[position] = Outcome.BUSY
-                counters.busy_blocks += 1
             else:
                 seen.add(block_hash)
                 wanted.append(position)

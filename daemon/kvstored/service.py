@@ -37,6 +37,8 @@ from kvstored.peer import Peer
 
 log = logging.getLogger("kvstored.service")
 
+_RETRY_S = 0.005
+
 _libc = ctypes.CDLL(None)
 _memmove = _libc.memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -220,8 +222,12 @@ class Service:
         while True:
             left_s = ends_s - store.clock.monotonic_s()
             await store.room_changed(max(0.0, left_s))
+            # Many may wait for the same room: not all of them need look at each of its changes.
+            await asyncio.sleep(min(_RETRY_S, max(0.0, left_s)))
+            if connection.session.over:
+                raise Closing("the connection is over")
             ticket, outcomes = store.puts.reserve(
-                connection.session, opening.tenancy, request.hashes, store.clock.monotonic_s()
+                connection.session, opening.tenancy, request.hashes, store.clock.monotonic_s(), again=True
             )
             ticket.ttl_s = opening.ttl_s
             if Outcome.GRANTED in outcomes or Outcome.NO_ROOM not in outcomes or left_s <= 0:
