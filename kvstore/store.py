@@ -192,10 +192,13 @@ class Store:
         last_checkpoint_s = self.clock.monotonic_s()
         while True:
             await asyncio.sleep(_TICK_S)
-            self.tick()
-            if self.disk is not None and self.clock.monotonic_s() - last_checkpoint_s >= _CHECKPOINT_S:
-                last_checkpoint_s = self.clock.monotonic_s()
-                await self.checkpoint()
+            try:
+                self.tick()
+                if self.disk is not None and self.clock.monotonic_s() - last_checkpoint_s >= _CHECKPOINT_S:
+                    last_checkpoint_s = self.clock.monotonic_s()
+                    await self.checkpoint()
+            except Exception:  # a bug here must not end the daemon; blocks are safe without ticks
+                log.exception("a tick met a bug")
 
     def tick(self) -> None:
         """End what is overdue and reclaim a little of what is dropped; called every 50 ms."""

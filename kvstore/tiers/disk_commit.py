@@ -17,6 +17,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ GROUP_BYTES = 64 << 20
 _SYNC_THREADS = 4
 
 Place = tuple[int, int]  # segment, address
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -186,7 +188,12 @@ class GroupCommit:
             await self._gather()
             group, self._group = self._group, _Group()
             group.deletes, self._deletes = self._deletes, []
-            await self._commit(group)
+            try:
+                await self._commit(group)
+            except Exception as exc:  # noqa: BLE001, it must not end unseen
+                # Whatever it is: who waits must be told, and what may have been committed must be deleted.
+                _log.exception("a commit of the ssd index met a bug")
+                self._undone(group, _Doubtful(f"the ssd index met a bug: {exc!r}; see the log"))
 
     async def _gather(self) -> None:
         try:
