@@ -100,13 +100,19 @@ class NamespaceCounters:
 
     def add(self, other: NamespaceCounters) -> None:
         """Count what another has counted, too."""
-        for name in ("queried_blocks", "stored_blocks", "present_blocks", "busy_blocks", "delivered_blocks"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.hit_blocks.update(other.hit_blocks)
+        self.queried_blocks += other.queried_blocks
+        self.stored_blocks += other.stored_blocks
+        self.present_blocks += other.present_blocks
+        self.busy_blocks += other.busy_blocks
+        self.delivered_blocks += other.delivered_blocks
+        for tier, count in other.hit_blocks.items():
+            self.hit_blocks[tier] += count
         for reason, count in other.misses.items():
-            self.misses[reason] += count
+            if count:
+                self.misses[reason] += count
         for cause, count in other.evictions.items():
-            self.evictions[cause] += count
+            if count:
+                self.evictions[cause] += count
 
     @property
     def is_zero(self) -> bool:

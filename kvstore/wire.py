@@ -87,10 +87,7 @@ class Ping(Message, frozen=True, tag=2):
 
 
 class Open(Message, frozen=True, tag=3):
-    """Names a namespace for this connection.
-
-    `ttl_s` above 0 is the life of what is stored through this number where its Seal says none, else the namespace's.
-    """
+    """Names a namespace for this connection. `ttl_s` above 0: the life of what it stores where a Seal says none."""
 
     namespace: Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
     ttl_s: Seconds = 0.0
@@ -243,11 +240,7 @@ class Corrupt(Message, frozen=True, tag=20):
 
 
 class Stats(Message, frozen=True, tag=32):
-    """Report: everything countable (docs/operations.md names the fields).
-
-    Of thousands of namespaces it lists the largest. `name` lists those that it may stand for instead: the start of a
-    digest in hex, or a model with or without what follows it.
-    """
+    """Report: everything countable. Of many namespaces it lists the largest of those that `name` may stand for."""
 
     name: Text = ""
 

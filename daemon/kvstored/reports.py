@@ -25,7 +25,8 @@ from kvstored.node import Node
 Body = dict[str, Any]
 
 LISTED_MAX = 256  # namespaces in one report: tens of thousands would not fit a frame
-PORTION = 500
+_PORTION = 500
+_TEXT_CHARS_MAX = 512  # of what a namespace says of itself: it may hold tens of thousands
 
 
 def status(node: Node, *, role: str) -> Body:
@@ -111,7 +112,7 @@ def _stats(
             blocks[tier] += count
         if tenant in (None, tenancy.tenant) and not tenancy.counters.is_zero:
             sums.add(tenancy.counters)
-        if at % PORTION == PORTION - 1:
+        if at % _PORTION == _PORTION - 1:
             yield
     own = known if tenant is None else [tenancy for tenancy in known if tenancy.tenant == tenant]
     listed = choose([tenancy for tenancy in own if _may_be(tenancy, name)] if name else own)
@@ -211,10 +212,10 @@ def _namespace(store: Store, tenancy: Tenancy, pinned_blocks: int) -> Body:
     return {
         "digest": namespace.digest.hex(),
         "group": namespace.group_digest.hex(),
-        "model": namespace.model,
-        "revision": namespace.revision,
-        "adapter": namespace.adapter,
-        "dtype": namespace.dtype,
+        "model": namespace.model[:_TEXT_CHARS_MAX],
+        "revision": namespace.revision[:_TEXT_CHARS_MAX],
+        "adapter": namespace.adapter[:_TEXT_CHARS_MAX],
+        "dtype": namespace.dtype[:_TEXT_CHARS_MAX],
         "layers": list(namespace.slice.layers),
         "heads": list(namespace.slice.heads),
         "tenant": tenancy.tenant,

@@ -197,6 +197,16 @@ def test_a_report_lists_the_largest_namespaces_and_counts_all(
         assert '"namespaces":1,"blocks":0' in capsys.readouterr().out.replace(" ", "").replace("\n", "")
 
 
+def test_namespaces_with_endless_names_fit_a_report(short_dir: Path) -> None:
+    with running(short_dir, cpu="32MiB", ssd=None) as daemon, daemon.client() as client:
+        for number in range(reports.LISTED_MAX):
+            endless = str(number) + "\U0001f999" * 5000
+            client.open(namespace(4 * KIB, endless, revision=endless, adapter=endless))
+        listed = client.stats()["namespaces"]
+        assert len(listed) == reports.LISTED_MAX
+        assert {len(told["model"]) for told in listed} == {512}
+
+
 def test_an_engine_sees_its_own_tenant_and_an_admin_sees_all() -> None:
     async def run() -> None:
         settings = StoreSettings(cpu_size_bytes=8 * MIB)
