@@ -126,7 +126,7 @@ def main() -> None:
     report = {"bench": "lookup", "hardware": hardware(), "store_blocks": options.blocks, "rows": rows}
     cpu_bytes = options.blocks * BLOCK_BYTES * 5 // 4 + (512 << 20)
     flags = (
-        "--tiers", "cpu,ssd", "--ssd-dir", "{ssd}", "--ssd-size", "2GiB", "--write-policy", "through",
+        "--tiers", "cpu,ssd", "--ssd-dir", "{ssd}", "--ssd-size", "2GiB", "--write-policy", "second-touch",
         "--write-queue", "64MiB", "--cpu-size", str(cpu_bytes), "--http", "off",
     )  # fmt: skip
     with running_daemon(*flags) as daemon, daemon.client() as client:

@@ -36,6 +36,7 @@ from kvstore.wire import Outcome
 log = logging.getLogger("kvstore.mover")
 
 _BATCH_BYTES = 16 << 20
+_BATCH_BLOCKS = 128  # a bound on how long the loop is held for one batch
 _BATCHES_IN_FLIGHT = 8
 _FREE_AHEAD_SHARE = 64  # one part in 64 of the ssd tier is kept free ahead of need
 _ROOM_ROUNDS = 20
@@ -153,6 +154,7 @@ class Mover:
                 self._work.clear()
                 await self._work.wait()
             await self._writes.acquire()
+            await asyncio.sleep(0)  # others first: the line before gives nothing back while batches are few
             batch = await self._next_batch()
             if batch:
                 self._writing += 1
@@ -165,7 +167,7 @@ class Mover:
         """Return rows and the ssd addresses they go to; each is held and its copy there is FILLING."""
         batch: list[tuple[int, int]] = []
         size_bytes = 0
-        while self._queue and size_bytes < _BATCH_BYTES:
+        while self._queue and size_bytes < _BATCH_BYTES and len(batch) < _BATCH_BLOCKS:
             row, generation = self._queue[0]
             if self._needs_write(row, generation):
                 tenancy = self._tenancy(row)

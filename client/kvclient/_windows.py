@@ -18,6 +18,7 @@ from kvstore import wire
 from kvstore.errors import RemoteProtocolError
 
 SLOT_BYTES = 4096  # slots are multiples of it
+WINDOW_BLOCKS_MAX = 1024  # the daemon answers others between two windows
 # A single window of so many blocks and bytes is worth a first request of its own, for a part of it.
 _SPLIT_BLOCKS_MIN = 128
 _SPLIT_BYTES_MIN = 4 << 20
@@ -36,7 +37,8 @@ class Window:
 def windows_of(positions: Sequence[int], block_bytes: int, welcome: wire.Welcome) -> list[Sequence[int]]:
     """Return `positions` cut into windows that the daemon allows."""
     window_bytes = min(welcome.window_bytes, welcome.arena_bytes // 4 or welcome.window_bytes)
-    step = max(1, min(welcome.keys_max, window_bytes // (-(-block_bytes // SLOT_BYTES) * SLOT_BYTES)))
+    slot_bytes = -(-block_bytes // SLOT_BYTES) * SLOT_BYTES
+    step = max(1, min(welcome.keys_max, WINDOW_BLOCKS_MAX, window_bytes // slot_bytes))
     count = len(positions)
     if _SPLIT_BLOCKS_MIN <= count <= step and count * block_bytes >= _SPLIT_BYTES_MIN:
         return [positions[: count // 4], positions[count // 4 :]]
