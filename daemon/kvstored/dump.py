@@ -237,8 +237,9 @@ async def _store_block(
     store.memory.view(ticket.offsets[0], len(payload))[:] = payload
     result = store.puts.seal(ticket, None, [number], life_s)
     store.stored(result.rows)
-    # A dump is larger than memory: what the queue for ssd could not take would be lost with its place there.
-    while store.mover is not None and 2 * store.mover.queued_bytes > store.settings.write_queue_bytes:
+    # A dump may be larger than memory: what waits for ssd while its place in memory is taken would be lost.
+    may_wait = min(store.settings.write_queue_bytes, store.memory.size_bytes // 4) // 2
+    while store.mover is not None and store.mover.queued_bytes > may_wait:
         await store.room_changed(1.0)
     return bool(result.rows)
 

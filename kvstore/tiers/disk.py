@@ -25,11 +25,11 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from kvstore.clock import Clock
 from kvstore.errors import Closing, TierFull, TierUnavailable
@@ -42,6 +42,7 @@ from kvstore.tiers.disk_io import BlockCorrupt, BlockIO
 from kvstore.tiers.disk_open import Found, open_directory
 from kvstore.tiers.disk_records import Columns, DiskNamespace, DiskPin, DiskRead, DiskUsage, DiskWrite, SegmentUsage
 from kvstore.tiers.disk_slots import Slots
+from kvstore.tiers.disk_waiting import all_finished, finished
 from kvstore.tiers.disk_write import Writer, cut_jobs
 from kvstore.tiers.index import Changes
 from kvstore.tiers.segments import SegmentLost
@@ -109,7 +110,7 @@ class DiskTier:
             ),
         )  # fmt: skip
         try:
-            found = await _finished(opening)
+            found = await finished(opening)
         except asyncio.CancelledError:
             if not opening.cancelled() and opening.exception() is None:
                 opening.result().close()
@@ -167,7 +168,7 @@ class DiskTier:
         """Finish what was begun, then let the directory go. Cancellation is delivered when that is done."""
         if not self._closing:
             self._closing = True
-            await _finished(asyncio.ensure_future(self._close()))
+            await finished(asyncio.ensure_future(self._close()))
 
     async def _close(self) -> None:
         while self._writes:
@@ -297,7 +298,7 @@ class DiskTier:
             for job in jobs
         ]
         try:
-            await _all_finished(calls)
+            await all_finished(calls)
         finally:
             self._slots.end_reads(read.address for read in batch)
         outcomes = [Outcome.UNAVAILABLE] * len(batch)
@@ -479,33 +480,3 @@ class DiskTier:
     def _check_open(self) -> None:
         if self._closing:
             raise Closing("the ssd tier is closing: nothing more is read or written")
-
-
-async def _finished(future: asyncio.Future[_T]) -> _T:
-    """Return the future's result; cancellation is delivered only after it is done."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as exc:
-            cancelled = exc
-    if cancelled is not None:
-        raise cancelled
-    return future.result()
-
-
-async def _all_finished(calls: Sequence[Future[Any]]) -> None:
-    """Wait for calls in threads; cancellation is delivered when those that had begun have ended, too."""
-    waiting = [asyncio.wrap_future(call) for call in calls]
-    try:
-        if waiting:
-            await asyncio.wait(waiting)
-    except asyncio.CancelledError:
-        for call in calls:
-            call.cancel()
-        while pending := [future for future in waiting if not future.done()]:
-            try:
-                await asyncio.wait(pending)
-            except asyncio.CancelledError:
-                continue
-        raise

@@ -210,8 +210,8 @@ def test_default_ssd_size_is_the_same_after_a_restart(shell: Shell) -> None:
     assert shell.settings().ssd_size_bytes == before
 
 
-def test_write_queue_is_a_small_part_of_a_small_pool(shell: Shell) -> None:
-    assert shell.settings(cpu_size="16MiB").write_queue_bytes == 4 * MIB
+def test_write_queue_may_name_every_block_in_memory(shell: Shell) -> None:
+    assert shell.settings(cpu_size="16MiB").write_queue_bytes == 16 * MIB
     assert shell.settings(cpu_size="16MiB", write_queue="64MiB").write_queue_bytes == 64 * MIB
 
 
