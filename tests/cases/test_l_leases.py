@@ -195,28 +195,28 @@ def test_l03_the_first_valid_seal_wins(short_dir: Path) -> None:
         second.check()
 
 
-def test_l03_quarantine_of_one_client_is_bounded_and_stops_nobody_else(short_dir: Path) -> None:
-    """A client that reserves, lets its time run out and never acknowledges can take an eighth of the tier, no more."""
+def test_l03_quarantine_of_one_process_is_bounded_and_stops_nobody_else(short_dir: Path) -> None:
+    """A client that reserves, lets its time run out and never acknowledges takes a quarter of the tier at most."""
     with (
         running(short_dir, "--reservation", "200ms", cpu="16MiB", ssd=None) as daemon,
-        daemon.client() as bad,
         daemon.client() as client,
+        puppet(daemon.socket) as bad,
     ):
-        ns = bad.open(SPACE)
-        client.open(SPACE)
+        ns = client.open(SPACE)
+        bad.call("open", 64 * KIB)
         capacity = client.tier("cpu")["capacity_bytes"]
 
         def reserve_more() -> bool:
             number = client.tier("cpu")["quarantined_bytes"]
-            got = bad.reserve(ns, keys(4, f"bad-{number}"))
-            return number > 0 and set(got.outcomes) == {Outcome.NO_ROOM}
+            return number > 0 and set(bad.call("reserve", 4, f"bad-{number}")) == {Outcome.NO_ROOM}
 
+        bad.call("reserve", 4, "bad")
         eventually(reserve_more, "it gets no more", every_s=0.05)
         eventually(lambda: client.tier("cpu")["reserved_bytes"] == 0, "its time is over")
         assert client.tier("cpu")["quarantined_bytes"] <= capacity // 4
         assert set(client.put(ns, keys(300, "good"))) == {Outcome.SEALED}
         client.check()
-        bad.close()
+        bad.call("say_goodbye")
         eventually(lambda: client.tier("cpu")["quarantined_bytes"] == 0, "it said goodbye")
         client.check()
 
