@@ -62,7 +62,7 @@ def test_write_back_writes_what_memory_is_about_to_lose(short_dir: Path) -> None
             eventually(lambda: client.tier("ssd")["write_queue_bytes"] == 0)
         found = client.get(ns, [*keys(100), *written])
         # Memory alone holds 240; how much of the rest is saved depends on how fast the disk is.
-    assert found.count(Outcome.HIT) > 350, "much was written before its place was needed"
+        assert found.count(Outcome.HIT) > 350, "much was written before its place was needed"
         client.check(verify=True)
 
 
