@@ -105,7 +105,7 @@ def test_z01_a_bomb_in_any_file_of_the_ssd_directory_runs_nothing(short_dir: Pat
         bomb = bombs(marker)[-1]
         for path in files:
             before = path.read_bytes()
-            for at in (0, 4096):
+            for at in (0, 4096) if "index" in path.parts else (0,):
                 if at >= len(before):
                     continue
                 path.write_bytes(before[:at] + bomb + before[at + len(bomb) :])

@@ -251,7 +251,7 @@ def test_a_bit_that_flips_on_disk_is_a_miss_a_counter_and_a_log_line(short_dir: 
         corrupt_on_disk(daemon, bad)
         assert client.get(ns, [*good, *bad]) == [Outcome.HIT] * 8 + [Outcome.CORRUPT] * 4
         assert client.tier("ssd")["checksum_failures"] == 4
-        assert "corrupt" in daemon.log_text()
+        eventually(lambda: "corrupt" in daemon.log_text(), "the log tells")
         assert client.get(ns, bad) == [Outcome.ABSENT] * 4, "they are dropped"
         assert set(client.put(ns, bad, durable=True)) == {Outcome.DURABLE}
         assert client.get(ns, bad) == [Outcome.HIT] * 4

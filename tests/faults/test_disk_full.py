@@ -17,6 +17,7 @@ from tests.daemon_fixture import KIB, MIB, eventually, running
 from tests.rawclient import RawClient, keys, namespace
 
 SPACE = namespace(64 * KIB)
+HEAL_S = 80.0  # the tier tries again at intervals that grow to half a minute
 
 
 @contextlib.contextmanager
@@ -73,9 +74,10 @@ def test_a_full_file_system_degrades_the_ssd_tier_and_room_heals_it(short_dir: P
         eventually(
             lambda: set(client.put(ns, keys(20, str(os.urandom(4))), durable=True)) == {Outcome.DURABLE},
             "it writes again",
+            within_s=HEAL_S,
             every_s=0.1,
         )
-        eventually(lambda: client.tier("ssd")["state"] == "ready", "and says so")
+        eventually(lambda: client.tier("ssd")["state"] == "ready", "and says so", within_s=HEAL_S)
         log = daemon.log_text()
         assert log.count("ssd tier degraded") <= 5, "told, not repeated for every block"
         assert "ssd tier recovered" in log
@@ -103,6 +105,7 @@ def test_a_limit_on_file_sizes_set_later_leaves_memory_alone(short_dir: Path) ->
         eventually(
             lambda: set(client.put(ns, keys(20, str(os.urandom(4))), durable=True)) == {Outcome.DURABLE},
             "it writes again",
+            within_s=HEAL_S,
             every_s=0.1,
         )
         client.check(verify=True)
@@ -129,9 +132,10 @@ def test_an_index_that_can_not_be_written_fails_no_request_but_durable_ones(shor
         eventually(
             lambda: set(client.put(ns, keys(20, str(os.urandom(4))), durable=True)) == {Outcome.DURABLE},
             "it writes again",
+            within_s=HEAL_S,
             every_s=0.1,
         )
-        eventually(lambda: client.report(wire.Check(client.next_id()))["ok"], "all is whole")
+        eventually(lambda: client.report(wire.Check(client.next_id()))["ok"], "all is whole", within_s=HEAL_S)
         client.check(verify=True)
 
 
@@ -152,5 +156,6 @@ def test_a_directory_that_vanishes_under_the_daemon_leaves_memory_alone(short_di
         eventually(
             lambda: set(client.put(ns, keys(20, str(os.urandom(4))), durable=True)) == {Outcome.DURABLE},
             "it writes again",
+            within_s=HEAL_S,
             every_s=0.1,
         )
