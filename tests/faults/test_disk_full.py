@@ -115,7 +115,7 @@ def test_an_index_that_can_not_be_written_fails_no_request_but_durable_ones(shor
     """The index's file is limited after the start; deletes and puts fail there, and the daemon goes on."""
     with (
         small_file_system(short_dir / "disk", 24 * MIB) as disk,
-        running(short_dir, cpu="16MiB", ssd="20MiB", ssd_dir=disk / "ssd") as daemon,
+        running(short_dir, cpu="4MiB", ssd="20MiB", ssd_dir=disk / "ssd") as daemon,
         daemon.client() as client,
     ):
         space = namespace(4 * KIB)
@@ -124,7 +124,7 @@ def test_an_index_that_can_not_be_written_fails_no_request_but_durable_ones(shor
         filler = disk / "filler"
         fill(filler)
         for turn in range(10):
-            client.put(ns, keys(500, f"full {turn}"), batch=100)
+            client.put(ns, keys(300, f"full {turn}"), batch=100)
             client.ask(wire.Drop(client.next_id(), ns, keys(200, "before")[turn * 10 : turn * 10 + 10]))
             client.report(wire.Evict(client.next_id(), "cpu", 100 * KIB))
         assert client.get(ns, keys(200, "before")[100:]).count(Outcome.HIT) >= 90
