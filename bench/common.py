@@ -30,6 +30,9 @@ from kvstore import wire
 _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = None
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MADV_POPULATE_WRITE = 23
 START_S = 120.0
 
 
@@ -107,6 +110,20 @@ class Buffer:
     def blocks(self, block_bytes: int, count: int) -> list[memoryview]:
         whole = memoryview(self.map)
         return [whole[at * block_bytes : (at + 1) * block_bytes] for at in range(count)]
+
+
+class SharedBuffer:
+    """Shared memory like the daemon's pool, all of it real: what a copy to or from the pool is compared with."""
+
+    def __init__(self, size_bytes: int) -> None:
+        fd = os.memfd_create("bench")
+        os.ftruncate(fd, size_bytes)
+        self.map = mmap.mmap(fd, size_bytes)
+        os.close(fd)
+        self.size_bytes = size_bytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        if _madvise(self.address, size_bytes, _MADV_POPULATE_WRITE):
+            raise SystemExit("there is not enough free memory for this bench")
 
 
 def memcpy_s(destination: int, source: int, block_bytes: int, count: int) -> float:
