@@ -142,7 +142,7 @@ def restart(directory: Path | None, count: int) -> dict[str, Any]:
     size_bytes = count * 4096
     flags = (
         "--tiers", "cpu,ssd", "--ssd-dir", "{ssd}", "--cpu-size", str(max(256 << 20, size_bytes // 4)),
-        "--ssd-size", str(size_bytes * 5 // 4 + (1 << 30)), "--http", "off",
+        "--ssd-size", str(size_bytes * 5 // 2 + (1 << 30)), "--http", "off",
     )  # fmt: skip
     with running_daemon(*flags, directory=directory) as daemon:
         hashes = [at.to_bytes(32, "big") for at in range(count)]
