@@ -363,6 +363,19 @@ def test_of_two_records_of_one_block_the_later_is_visible_and_the_other_to_be_dr
     parts.check_integrity()
 
 
+def test_of_two_records_of_one_block_the_newer_is_kept_wherever_it_lies(parts: Core) -> None:
+    one = parts.tenancy()
+    columns = Columns(array("Q", [1, 2]), array("Q", [9, 5]), array("d", [NEVER_S, 0.5]), array("q", [1000, 1001]))
+    doubled = parts.catalog.restore(hashes_of([5, 5]), array("I", [one.number] * 2), columns)
+    row = parts.catalog.find(one, hash_of(5))
+    assert row is not None
+    assert parts.catalog.table.slot[SSD][row] == 1000
+    for double in doubled:
+        parts.catalog.drop(double, Cause.DROP)
+    assert parts.delete_departed() == [1001]
+    parts.check_integrity()
+
+
 def test_nothing_found_at_start_is_nothing_restored(parts: Core) -> None:
     assert warm_start(parts, [], [], []) == []
 
