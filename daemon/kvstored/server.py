@@ -156,10 +156,12 @@ class Server:
         connection: Connection | None = None
         try:
             try:
-                peer = identify(sock, self._settings)
-                pidfd = peer.pidfd
                 async with asyncio.timeout(GREETING_S):
-                    connection = await self._greet(sock, peer)
+                    # Hear it out even if it is refused: who is cut off in mid-sentence does not read why.
+                    hello, early = await _read_hello(sock)
+                    peer = identify(sock, self._settings)
+                    pidfd = peer.pidfd
+                    connection = await self._greet(sock, peer, hello, early)
             except KVStoreError as exc:
                 _refuse(sock, exc)
             except (OSError, TimeoutError):
@@ -176,9 +178,8 @@ class Server:
             if pidfd >= 0:
                 os.close(pidfd)
 
-    async def _greet(self, sock: socket.socket, peer: Peer) -> Connection:
+    async def _greet(self, sock: socket.socket, peer: Peer, hello: wire.Hello, early: list[bytes]) -> Connection:
         loop = asyncio.get_running_loop()
-        hello, early = await _read_hello(sock)
         if not hello.protocol_min <= wire.PROTOCOL_MAX or not hello.protocol_max >= wire.PROTOCOL_MIN:
             raise RemoteProtocolError(
                 f"client speaks protocol {hello.protocol_min} to {hello.protocol_max}, this daemon "
