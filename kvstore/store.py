@@ -50,6 +50,7 @@ _CLEAN_LOOK = 256
 _TICK_WORK_S = 0.002  # how long a tick may hold the loop for what has time
 _PER_TICK = 2000  # rows that one tick looks at for each purpose
 _PER_STEP = 100
+_WARM_AT_ONCE = 40_000  # rows: some 30 ms
 _CHECKPOINT_ROWS = 2000  # between two moments for others
 _DRAIN_ROWS = 4096  # at once: enough to keep the ssd busy, few enough to hold the loop only for moments
 _POPULATE_BYTES = 128 << 20
@@ -140,6 +141,9 @@ class Store:
             store = cls(settings, disk, clock)
             if disk is not None:
                 store._warm = WarmStart(store.catalog, disk)
+                for _ in range(_WARM_AT_ONCE // _PER_STEP):  # a small store is ready in every respect when it opens
+                    if not store._warm.catch_up(_PER_STEP):
+                        break
         except BaseException:
             if disk is not None:
                 await disk.close()
