@@ -143,10 +143,6 @@ class Mover:
         """Return the rows that only memory holds."""
         return [row for row in self._catalog.table.rows() if self._catalog.table.residency[row] == Tier.CPU.bit]
 
-    def is_idle(self) -> bool:
-        """Whether nothing is queued, being written, or to be deleted."""
-        return not (self._queue or self._writing or self._deleting or self._catalog.departed)
-
     async def _write_forever(self) -> None:
         assert self._tasks is not None
         while True:

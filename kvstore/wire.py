@@ -340,7 +340,7 @@ class Welcome(Message, frozen=True, tag=65):
 
 
 class Done(Message, frozen=True, tag=66):
-    """Answers Ping, Abort, Forfeit, Prefetch's simple cases and what has nothing else to say."""
+    """Answers Ping, Abort, Forfeit and Ttl without hashes: what has nothing else to say."""
 
     count: U64 = 0
 
