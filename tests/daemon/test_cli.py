@@ -291,6 +291,7 @@ def test_known_error_is_one_text_and_a_bug_is_a_traceback(short_dir: Path) -> No
 def test_settings_are_logged_at_the_start(short_dir: Path) -> None:
     with stand_in(short_dir, "drains", "--log-format", "json") as process:
         told = json.loads(read_until(process.stderr, '"settings"'))
+        read_until(process.stderr, '"ready"')  # the directory is made after its name has been told
         process.kill()
     assert told["cpu_size"] == 8 * MIB
     assert told["ssd_dir"] == str(short_dir / "kv")
