@@ -27,18 +27,15 @@ from kvstore.wire import Outcome
 
 _RESERVED = MISSES + bytes([Outcome.GRANTED, Outcome.PRESENT, Outcome.BUSY])
 _SEALED = MISSES + bytes([Outcome.SEALED, Outcome.DURABLE, Outcome.PRESENT])
-_EARLY_BLOCKS_MIN = 32
-_EARLY_BYTES_MIN = 32 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class _Sealing:
-    """A seal on its way; `is_last`: it ends its ticket."""
+    """A seal on its way."""
 
     positions: Sequence[int]
     request: int
     ticket: int
-    is_last: bool
 
 
 class Store(Operation[StoreResult]):
@@ -148,26 +145,24 @@ class Store(Operation[StoreResult]):
     ) -> Generator[Step, Any, None]:
         size = self._space.block_bytes
         slots = places_of(session.arena or session.pool, reserved.offsets, granted, size)
-        # A large part is sealed early: the daemon's work on it hides behind the copies of the rest.
-        early = len(granted) * 3 // 4 if len(granted) >= _EARLY_BLOCKS_MIN and size >= _EARLY_BYTES_MIN else 0
-        for part in (slice(0, early), slice(early, None)) if early else (slice(None),):
-            positions = [window.positions[at] for at in granted[part]]
-            summed: list[list[Segment]] = []
-            if session.welcome.checksum_at_seal:
-                summed = [[(slot, size)] for slot in slots[part]]
-            places = pairs(self._blocks, positions, slots[part], size)
-            checksums = yield Copy([(slot, source, length) for source, slot, length in places], summed)
-            seal = wire.Seal(
-                session.next_id(),
-                reserved.ticket,
-                list(granted[part]),
-                checksums,
-                self._ttl_s,
-                self._durable,
-                remaining_s(session, deadline_at),
-            )
-            yield Send([seal])
-            self._sealing.append(_Sealing(positions, seal.id, reserved.ticket, is_last=part.stop is None))
+        whole = len(granted) == len(window.positions)
+        positions = window.positions if whole else [window.positions[at] for at in granted]
+        summed: list[list[Segment]] = []
+        if session.welcome.checksum_at_seal:
+            summed = [[(slot, size)] for slot in slots]
+        places = pairs(self._blocks, positions, slots, size)
+        checksums = yield Copy([(slot, source, length) for source, slot, length in places], summed)
+        seal = wire.Seal(
+            session.next_id(),
+            reserved.ticket,
+            list(granted),
+            checksums,
+            self._ttl_s,
+            self._durable,
+            remaining_s(session, deadline_at),
+        )
+        yield Send([seal])
+        self._sealing.append(_Sealing(positions, seal.id, reserved.ticket))
 
     def _settle_seals(self, leave: int) -> Generator[Step, Any, None]:
         while len(self._sealing) > leave:
@@ -180,8 +175,7 @@ class Store(Operation[StoreResult]):
             else:
                 outcomes = sealed.outcomes
                 check_outcomes(outcomes, len(positions), _SEALED)
-            if sealing.is_last:
-                self.held.pop(sealing.ticket, None)
+            self.held.pop(sealing.ticket, None)
             if outcomes.count(Outcome.SEALED) == len(positions):
                 put_outcome(self._outcomes, positions, Outcome.SEALED)
             else:
