@@ -11,7 +11,7 @@ Invariants (checked by `check_integrity`)
 1. A hash in a namespace's dict leads to a row with that hash and namespace and with at least one READY copy.
 2. A row stands in a tier's policy exactly when its copy there is READY.
 3. A held row (`holds > 0`: leases, loads, writes) loses no slot in the cpu tier and is no victim in any; a row pinned
-   by an operator is no victim either.
+   by an operator is no victim either, nor is one on ssd that a drain keeps there.
 4. A slot of a tier belongs to at most one row.
 5. A row without any copy and any hold is free.
 """
@@ -67,6 +67,7 @@ class Catalog:
         self.tenancies = self.namespaces.by_number
         self.departed: deque[int] = deque()  # rows whose ssd copy is DELETING, and not yet handed to the tier
         self.pinned: dict[int, float] = {}  # row -> end of an operator's pin, boottime
+        self.kept: set[int] = set()  # rows that a drain under way keeps on ssd
         self.used_bytes: dict[tuple[str, Tier], int] = {}  # of READY copies, by tenant and tier
         self.promised_bytes: dict[tuple[str, Tier], int] = {}  # of slots that are being filled or written
         self.lanes = self.namespaces.lanes
@@ -342,8 +343,15 @@ class Catalog:
         return row >= 0 and table.state[tier][row] == Copy.READY and table.slot[tier][row] == slot
 
     def is_evictable(self, row: int, tier: Tier) -> bool:
-        """Whether the copy in `tier` is ready and neither held nor pinned."""
-        return self.table.state[tier][row] == Copy.READY and not self.table.holds[row] and row not in self.pinned
+        """Whether the copy in `tier` is ready and neither held, pinned nor kept."""
+        if self.table.state[tier][row] != Copy.READY or self.table.holds[row]:
+            return False
+        return row not in self.pinned and (tier is not Tier.SSD or row not in self.kept)
+
+    def keep_on_ssd(self, row: int) -> None:
+        """Let a block that is on ssd be no victim there until `kept` is emptied; its place is among the recent ones."""
+        self.kept.add(row)
+        self.policies[Tier.SSD].renew(row, self.tick(), self.table.uses[row])
 
     def set_ttl(self, row: int, ttl_s: float) -> None:
         """Let a block live `ttl_s` from now; 0: until it is evicted."""
@@ -477,4 +485,5 @@ class Catalog:
         if table.absent_everywhere(row):
             self._unlink(row)
             self.pinned.pop(row, None)
+            self.kept.discard(row)
             table.remove(row)

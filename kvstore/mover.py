@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 
 from kvstore.catalog import Catalog
 from kvstore.counters import Cause
@@ -71,6 +71,7 @@ class Mover:
         self._queue: deque[tuple[int, int]] = deque()  # row and generation: a row may get another block meanwhile
         self._queued: dict[int, int] = {}  # generation -> its size in `queued_bytes`
         self._victims = Victims(catalog, Tier.SSD, disk, self._in_memory, spared_are_in_use=True)
+        self._full: set[int] | None = None  # during a drain: lanes on ssd in which everything is kept
         self._durable: dict[int, list[asyncio.Future[bool]]] = {}  # generation -> who wait for its write
         self._deleting_now = asyncio.Lock()
         self._writes = asyncio.Semaphore(_BATCHES_IN_FLIGHT)
@@ -142,6 +143,33 @@ class Mover:
     def unwritten(self) -> list[int]:
         """Return the rows that only memory holds."""
         return [row for row in self._catalog.table.rows() if self._catalog.table.residency[row] == Tier.CPU.bit]
+
+    @property
+    def is_draining(self) -> bool:
+        return self._full is not None
+
+    @contextlib.contextmanager
+    def draining(self) -> Generator[Collection[int], None, None]:
+        """Leave it to a drain what is written next; gives the lanes on ssd that turn out to have no room for more.
+
+        What is queued and nobody waits for is the drain's to write.
+        """
+        self._drop_queued()
+        self._full = set()
+        try:
+            yield self._full
+        finally:
+            self._full = None
+            self._catalog.kept.clear()
+
+    def _drop_queued(self) -> None:
+        if self._queue:
+            first = self._queue.popleft()  # a batch that is being cut may be waiting for its address
+            left = [entry for entry in self._queue if entry[1] in self._durable]
+            self._queue.clear()
+            self._queue.extend([first, *left])
+            self._queued = {generation: self._queued[generation] for _, generation in self._queue}
+            self.queued_bytes = sum(self._queued.values())
 
     async def _write_forever(self) -> None:
         assert self._tasks is not None
@@ -287,18 +315,25 @@ class Mover:
 
     async def _wait_for_address(self, tenancy: Tenancy) -> int | None:
         """Return an address as soon as deletes have made room, or None if the tier can't give one."""
+        lane = tenancy.lanes[Tier.SSD]
         for _ in range(_ROOM_ROUNDS):
-            if not self._meet_quota(tenancy):
+            if self._full is not None and lane in self._full:
                 return None
+            if not self._meet_quota(tenancy):
+                break
             self.free_ahead(tenancy)
             address = self._disk.allocate(tenancy.block_bytes)
             if address is not None:
                 return address
             if not self._catalog.departed and not self._deleting and not self._writing:
-                return None
+                break
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ROOM_ROUND_S):
                     await self.progress.wait()
+        else:
+            return None  # too slow now, but not full
+        if self._full is not None:
+            self._full.add(lane)
         return None
 
     def _meet_quota(self, tenancy: Tenancy) -> bool:
@@ -312,6 +347,8 @@ class Mover:
 
     def free_ahead(self, tenancy: Tenancy) -> None:
         """Evict on ssd so that some slots for such blocks will be free when they are needed."""
+        if self._full is not None and tenancy.lanes[Tier.SSD] in self._full:
+            return
         slot_bytes = tenancy.slots[Tier.SSD]
         free = self._disk.free_slots(tenancy.block_bytes)
         wanted = self._free_ahead_slots(slot_bytes) - free - self._leaving_slots

@@ -11,7 +11,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
@@ -149,9 +149,10 @@ class RegionSearch:
         # What Catalog.is_evictable asks of a row: a call for each of thousands would take three times as long.
         table = self._catalog.table
         state, holds, pinned, ready = table.state[self._tier], table.holds, self._catalog.pinned, Copy.READY
+        kept: Collection[int] = self._catalog.kept if self._tier is Tier.SSD else ()
         for row in self._space.owners(region):
             attempt.owners += 1
-            if row < 0 or holds[row] or state[row] != ready or row in pinned:
+            if row < 0 or holds[row] or state[row] != ready or row in pinned or row in kept:
                 return row
         return None
 

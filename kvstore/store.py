@@ -26,6 +26,7 @@ from kvstore.catalog import Catalog
 from kvstore.checksum import NOT_COMPUTED, checksum
 from kvstore.clock import Clock, SystemClock
 from kvstore.counters import Cause
+from kvstore.draining import Drain, Drained, in_portions
 from kvstore.errors import KVStoreError, TooLarge
 from kvstore.lease import Leases, Session
 from kvstore.lifecycle import Copy
@@ -51,8 +52,6 @@ _TICK_WORK_S = 0.002  # how long a tick may hold the loop for what has time
 _PER_TICK = 2000  # rows that one tick looks at for each purpose
 _PER_STEP = 100
 _WARM_AT_ONCE = 40_000  # rows: some 30 ms
-_CHECKPOINT_ROWS = 2000  # between two moments for others
-_DRAIN_ROWS = 4096  # at once: enough to keep the ssd busy, few enough to hold the loop only for moments
 _POPULATE_BYTES = 128 << 20
 _POPULATE_THREADS = min(8, os.cpu_count() or 1)
 WINDOW_BYTES_MAX = 64 << 20
@@ -106,6 +105,7 @@ class Store:
             capacity_bytes=settings.ssd_size_bytes, queue_bytes_max=settings.write_queue_bytes,
             quotas={tenant: sizes["ssd"] for tenant, sizes in settings.quotas.items() if "ssd" in sizes},
         )  # fmt: skip
+        self._drain = None if self.mover is None else Drain(self.catalog, self.mover, clock)
         usable = self.memory.grantable_bytes()
         self.leases = Leases(self.catalog, usable // 2, min(self.memory.transit_bytes, usable // 4))
         limits = PutLimits(usable // 2, usable // 4, settings.reservation_s)
@@ -209,7 +209,7 @@ class Store:
         now_s = self.clock.monotonic_s()
         self.puts.expire(now_s)
         self.leases.expire(now_s)
-        if self.mover is not None:
+        if self.mover is not None and not self.mover.is_draining:
             self._clean_ahead(self.mover)
         # The rest may be much: it gets what is left of the tick's time, a little of each in turn.
         for _ in range(_PER_TICK // _PER_STEP):
@@ -256,7 +256,8 @@ class Store:
         addresses = array("Q")
         for lane, (_, _, tier) in enumerate(list(self.catalog.lanes)):
             if tier is Tier.SSD:
-                addresses.extend(await self._order_of(lane))
+                slots, policy = self.catalog.table.slot[Tier.SSD], self.catalog.policies[Tier.SSD]
+                addresses.extend([slots[row] async for row in in_portions(policy, lane, len(self.catalog.table))])
         try:
             await self.disk.checkpoint(addresses)
         except KVStoreError as exc:
@@ -266,20 +267,6 @@ class Store:
             if self.catalog.is_at(row, Tier.SSD, address):
                 self.catalog.leave(row, Tier.SSD, Cause.DROP)
         await self._forget_pins(self.disk)
-
-    async def _order_of(self, lane: int) -> array[int]:
-        """Return the addresses of a lane on ssd, coldest first, as far as the order holds still: it is only a hint."""
-        addresses = array("Q")
-        slots, policy = self.catalog.table.slot[Tier.SSD], self.catalog.policies[Tier.SSD]
-        rows = policy.coldest(lane)
-        for number in range(len(self.catalog.table)):
-            row = next(rows, None)
-            if row is None or row not in policy:
-                break
-            addresses.append(slots[row])
-            if number % _CHECKPOINT_ROWS == _CHECKPOINT_ROWS - 1:
-                await asyncio.sleep(0)
-        return addresses
 
     async def _forget_pins(self, disk: DiskTier) -> None:
         """Delete the pins on ssd that are over or whose block is gone: a block stored anew would be pinned by them."""
@@ -293,25 +280,13 @@ class Store:
             except KVStoreError as exc:
                 log.warning("pins that are over could not be deleted: %s", exc)
 
-    async def drain(self, timeout_s: float) -> tuple[int, int]:
-        """Write what only memory holds to ssd; return how many blocks became durable, and how many are not."""
-        if self.mover is None:
-            return 0, 0
-        ends_s = self.clock.monotonic_s() + timeout_s
-        rows = self.mover.unwritten()
-        table = self.catalog.table
-        generations = {row: table.generation[row] for row in rows}
-        written = 0
-        for start in range(0, len(rows), _DRAIN_ROWS):
-            left_s = ends_s - self.clock.monotonic_s()
-            if left_s <= 0:
-                break
-            # A row may have gone, or have another block, while the ones before were written.
-            part = [r for r in rows[start : start + _DRAIN_ROWS] if table.generation[r] == generations[r]]
-            part = [r for r in part if table.residency[r] == Tier.CPU.bit]
-            written += sum(await self.make_durable(part, left_s))
+    async def drain(self, timeout_s: float) -> Drained:
+        """Write to ssd what only memory holds, the hottest first, as much as fits; returns by `timeout_s`."""
+        if self._drain is None:
+            return Drained(0, 0, 0)
+        drained = await self._drain.run(timeout_s)
         await self.checkpoint()
-        return written, len(self.mover.unwritten())
+        return drained
 
     async def close(self) -> None:
         """Close the tiers; nothing may be running any more."""

@@ -222,6 +222,7 @@ class CountReport(Report, frozen=True):
     evicted_blocks: int = 0
     evicted_bytes: int = 0
     written_blocks: int = 0
+    left_out_blocks: int = 0
     remaining_blocks: int = 0
     namespaces: int = 0
     blocks: int = 0

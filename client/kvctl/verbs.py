@@ -388,7 +388,9 @@ def drain(call: Call) -> Exit:
     done = read(CountReport, body)
     written, left = count(done.written_blocks), count(done.remaining_blocks)
     call.output.either(body, f"wrote {written} blocks to ssd; {left} are left in memory only")
-    if done.remaining_blocks:
+    if done.left_out_blocks:
+        call.output.say(f"{count(done.left_out_blocks)} of them found no room beside hotter ones: raise --ssd-size")
+    if done.remaining_blocks > done.left_out_blocks:
         call.output.say("not all is written: wait longer with --wait, or see in kvctl tiers whether ssd is well")
     return Exit.FAILED if done.remaining_blocks else Exit.DONE
 

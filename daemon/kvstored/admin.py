@@ -278,8 +278,12 @@ class Admin:
         return self._drained(request)
 
     async def _drained(self, request: wire.Drain) -> wire.Message:
-        written, remaining = await self._store.drain(request.wait_s)
-        return wire.Report(request.id, {"written_blocks": written, "remaining_blocks": remaining})
+        drained = await self._store.drain(request.wait_s)
+        body = {
+            "written_blocks": drained.written, "left_out_blocks": drained.left_out,
+            "remaining_blocks": drained.remaining,
+        }  # fmt: skip
+        return wire.Report(request.id, body)
 
     def _dump(self, connection: Connection, request: wire.Dump) -> Answer:
         return self._dumped(connection, request)

@@ -79,8 +79,13 @@ def _begin(server: Server, ready: Callable[[], None]) -> None:
 
 async def _drain(node: Node) -> None:
     node.closing = True
-    written, remaining = await node.store.drain(node.settings.drain_s * _DRAIN_SHARE)
-    log.info("drained", extra=fields(written_blocks=written, remaining_blocks=remaining))
+    drained = await node.store.drain(node.settings.drain_s * _DRAIN_SHARE)
+    log.info(
+        "drained",
+        extra=fields(
+            written_blocks=drained.written, left_out_blocks=drained.left_out, remaining_blocks=drained.remaining
+        ),
+    )
 
 
 @contextlib.asynccontextmanager

@@ -482,3 +482,24 @@ def test_of_blocks_that_are_all_in_memory_too_the_coldest_go(ssd: OnSsd) -> None
 
 def test_slots_are_aligned_as_these_tests_assume() -> None:
     assert [Slab.slot_bytes_for(size) for size in (SMALL, LARGE)] == [SMALL, LARGE]
+
+
+# ---- what a drain keeps
+
+
+def test_what_a_drain_keeps_on_ssd_is_no_victim_there_until_it_ends() -> None:
+    with core(2 * MIB, with_ssd=True) as parts:
+        tenancy = parts.tenancy(flat_namespace(SMALL))
+        rows = fill(parts, tenancy, 4)
+        for slot, row in enumerate(rows):
+            parts.copy_to_ssd(row, slot)
+        victims = Victims(parts.catalog, Tier.SSD, NoSpace(), never)
+        for row in rows[:3]:
+            parts.catalog.keep_on_ssd(row)
+        assert victims.for_slots(tenancy.slots[Tier.SSD], 4).rows == [rows[3]]
+        assert all(parts.catalog.is_evictable(row, Tier.CPU) for row in rows), "memory lets go of them as before"
+        parts.catalog.drop(rows[0], Cause.DROP)  # an operator's word counts for more
+        parts.delete_departed()
+        assert rows[0] not in parts.catalog.kept
+        parts.catalog.kept.clear()
+        assert set(victims.for_slots(tenancy.slots[Tier.SSD], 4).rows) == set(rows[1:])

@@ -266,6 +266,14 @@ def test_drain_ends_with_1_when_something_is_left(left: int, code: Exit) -> None
     assert daemon.deadlines_s == [40.0]
 
 
+def test_drain_says_how_many_blocks_found_no_room() -> None:
+    daemon = FakeDaemon({wire.Drain: {"written_blocks": 7, "left_out_blocks": 5, "remaining_blocks": 5}})
+    found = run("drain", daemon=daemon)
+    assert found.code == Exit.FAILED
+    assert "5 of them found no room beside hotter ones: raise --ssd-size" in found.err
+    assert "wait longer" not in found.err
+
+
 def test_gc_says_what_came_back() -> None:
     daemon = FakeDaemon({wire.Gc: {"reclaimed_blocks": 1, "reclaimed_bytes": 4096}})
     assert run("gc", daemon=daemon).out == "reclaimed 1 block, 4096 bytes (4 KiB)\n"
