@@ -15,7 +15,8 @@ from pathlib import Path
 
 from kvclient._aconnection import AsyncConnection
 from kvclient._breaker import Admission, Breaker
-from kvclient._greeting import Greeting, greet
+from kvclient._connections import check_retries
+from kvclient._greeting import Greeting, greet_again
 from kvclient._pool import Mappings
 from kvclient._session import Session
 from kvclient.stats import ClientStats
@@ -23,14 +24,14 @@ from kvstore import wire
 from kvstore.errors import Closing, DeadlineExceeded, KVStoreError, PeerUnreachable, UsageError
 
 _THREADS = 4
-_GREETING_S_MAX = 2.0
 _PROBE_S_MAX = 0.25
 
 
 class AsyncConnections:
     """The one connection to a daemon, and the threads for what would hold up its loop."""
 
-    def __init__(self, path: Path, name: str, stats: ClientStats, *, pretouch: bool) -> None:
+    def __init__(self, path: Path, name: str, stats: ClientStats, *, pretouch: bool, retries: int = 0) -> None:
+        self._retries = check_retries(retries)
         self._path = path
         self._name = name
         self._stats = stats
@@ -94,6 +95,8 @@ class AsyncConnections:
         admission = self.breaker.admit()
         if admission is Admission.REFUSED:
             raise PeerUnreachable(f"{self.breaker.reason} (asked again in {self.breaker.retry_in_s:.1f} s)")
+        # What was tried in vain is tried once at a time from then on, so that misses cost nothing.
+        retries = self._retries if admission is Admission.PASS else 0
         assert self._connecting is not None
         try:
             async with asyncio.timeout(deadline_at - time.monotonic()):
@@ -105,7 +108,7 @@ class AsyncConnections:
             if connection is None or connection.lost is not None or connection.session.is_worn_out:
                 if connection is not None and not connection.lease_count:
                     connection.close(bye=True)
-                connection = self._connection = await self._connect(loop, deadline_at)
+                connection = self._connection = await self._connect(loop, deadline_at, retries)
                 return connection
         finally:
             self._connecting.release()
@@ -113,9 +116,9 @@ class AsyncConnections:
             await self._probe(connection, deadline_at)
         return connection
 
-    async def _connect(self, loop: asyncio.AbstractEventLoop, deadline_at: float) -> AsyncConnection:
+    async def _connect(self, loop: asyncio.AbstractEventLoop, deadline_at: float, retries: int) -> AsyncConnection:
         try:
-            greeting = await self._greeted(loop, min(deadline_at, time.monotonic() + _GREETING_S_MAX))
+            greeting = await self._greeted(loop, deadline_at, retries)
             try:
                 pool, arena = self._mappings.adopt(greeting.welcome, greeting.fds)
                 greeting.sock.setblocking(False)
@@ -134,9 +137,9 @@ class AsyncConnections:
     def _undone(self) -> None:
         self._stats.add("late_replies_undone")
 
-    async def _greeted(self, loop: asyncio.AbstractEventLoop, deadline_at: float) -> Greeting:
+    async def _greeted(self, loop: asyncio.AbstractEventLoop, deadline_at: float, retries: int) -> Greeting:
         """Greet in a thread; cancelled, what the thread still brings is closed."""
-        greeting = loop.run_in_executor(self.threads, greet, self._path, self._name, deadline_at)
+        greeting = loop.run_in_executor(self.threads, greet_again, self._path, self._name, deadline_at, retries)
         try:
             return await asyncio.shield(greeting)
         except asyncio.CancelledError:

@@ -16,23 +16,25 @@ from pathlib import Path
 
 from kvclient._breaker import Admission, Breaker
 from kvclient._connection import Connection
-from kvclient._greeting import Greeting, greet
+from kvclient._greeting import RETRIES_MAX, Greeting, greet_again
 from kvclient._pool import Mappings
 from kvclient._session import Session
 from kvclient.stats import ClientStats
 from kvstore import wire
 from kvstore.errors import Closing, DeadlineExceeded, KVStoreError, PeerUnreachable, UsageError
 
-_GREETING_S_MAX = 2.0
 _PROBE_S_MAX = 0.25
 
 
 class Connections:
     """A bounded stack of connections to one daemon."""
 
-    def __init__(self, path: Path, name: str, limit: int, stats: ClientStats, *, pretouch: bool) -> None:
+    def __init__(
+        self, path: Path, name: str, limit: int, stats: ClientStats, *, pretouch: bool, retries: int = 0
+    ) -> None:
         if limit < 1:
             raise UsageError(f"connections_max must be at least 1, not {limit}")
+        self._retries = check_retries(retries)
         self._path = path
         self._name = name
         self._limit = limit
@@ -65,7 +67,9 @@ class Connections:
             raise PeerUnreachable(f"{self.breaker.reason} (asked again in {self.breaker.retry_in_s:.1f} s)")
         if self._undrained:
             self._sweep()
-        connection = self._idle_one(deadline_at) or self._new_one(deadline_at)
+        # What was tried in vain is tried once at a time from then on, so that misses cost nothing.
+        retries = self._retries if admission is Admission.PASS else 0
+        connection = self._idle_one(deadline_at) or self._new_one(deadline_at, retries)
         if admission is Admission.PROBE:
             self._probe(connection, deadline_at)
         return connection
@@ -157,12 +161,11 @@ class Connections:
                 return connection
             self._discard(connection)
 
-    def _new_one(self, deadline_at: float) -> Connection:
+    def _new_one(self, deadline_at: float, retries: int) -> Connection:
         """Open a connection in the room that `_idle_one` set aside."""
         opened: list[Connection] = []
         try:
-            until = min(deadline_at, time.monotonic() + _GREETING_S_MAX)
-            opened.append(self._greeted(greet(self._path, self._name, until)))
+            opened.append(self._greeted(greet_again(self._path, self._name, deadline_at, retries)))
         except KVStoreError as exc:
             self.breaker.failed(str(exc))
             raise
@@ -220,3 +223,10 @@ class Connections:
             self._open.discard(connection)
             self._idle_or_room.notify()
         connection.close(bye=False)
+
+
+def check_retries(retries: int) -> int:
+    """Return `retries` if it is a number of them."""
+    if not 0 <= retries <= RETRIES_MAX:
+        raise UsageError(f"connect_retries must be between 0 and {RETRIES_MAX}, not {retries}")
+    return retries

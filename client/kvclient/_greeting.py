@@ -2,7 +2,7 @@
 
 Invariants
 1. However it ends, every descriptor that was received is either in the returned greeting or closed.
-2. It ends by its deadline, whatever the daemon does or doesn't do.
+2. It ends by its deadline, whatever the daemon does or doesn't do, and however often it is to be tried.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from kvstore.paths import socket_address
 
 _FDS_MAX = 2
 _RECEIVE_BYTES = 64 << 10
+RETRIES_MAX = 1_000_000
+_BACK_OFF_S_MIN = 0.01
+_BACK_OFF_S_MAX = 1.0
+_GREETING_S_MAX = 2.0
 
 
 @dataclass(slots=True)
@@ -35,6 +39,23 @@ class Greeting:
         self.sock.close()
         for fd in self.fds:
             os.close(fd)
+
+
+def greet_again(path: Path, client: str, deadline_at: float, retries: int) -> Greeting:
+    """As `greet`, tried again up to `retries` times where nothing listens; the pauses double from 10 ms.
+
+    Each attempt has 2 s, all of them and the pauses together end by the deadline.
+    """
+    pause_s = _BACK_OFF_S_MIN
+    while True:
+        try:
+            return greet(path, client, min(deadline_at, time.monotonic() + _GREETING_S_MAX))
+        except PeerUnreachable:
+            retries -= 1
+            if retries < 0 or time.monotonic() + pause_s >= deadline_at:
+                raise
+        time.sleep(pause_s)
+        pause_s = min(_BACK_OFF_S_MAX, 2 * pause_s)
 
 
 def greet(path: Path, client: str, deadline_at: float) -> Greeting:

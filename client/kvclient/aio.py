@@ -50,6 +50,9 @@ class AsyncClient:
         Seconds that a call may take unless it says otherwise.
     strict : bool
         Raise failures instead of turning them into misses.
+    connect_retries : int
+        How often a connection is tried again where no daemon listens, with pauses that double from 10 ms, within the
+        call's deadline. Once that was in vain, calls are turned away at once until a daemon is found.
     pretouch : bool
         Fill this process's page tables for the pool in the background, so that first copies are as fast as later ones.
     name : str, optional
@@ -62,6 +65,7 @@ class AsyncClient:
         *,
         deadline_s: float = DEADLINE_S,
         strict: bool = False,
+        connect_retries: int = 0,
         pretouch: bool = True,
         name: str | None = None,
     ) -> None:
@@ -71,7 +75,9 @@ class AsyncClient:
         self._strict = strict
         self._copier = Copier()
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._connections = AsyncConnections(self.socket, name or default_name(), self.stats, pretouch=pretouch)
+        self._connections = AsyncConnections(
+            self.socket, name or default_name(), self.stats, pretouch=pretouch, retries=connect_retries
+        )
         _forks.register(self)
 
     def namespace(self, namespace: Namespace, *, ttl_s: float | None = None) -> AsyncNamespaceHandle:

@@ -52,6 +52,9 @@ class Client:
         Raise failures instead of turning them into misses.
     connections_max : int
         How many threads may be in a call at once; others wait.
+    connect_retries : int
+        How often a connection is tried again where no daemon listens, with pauses that double from 10 ms, within the
+        call's deadline. Once that was in vain, calls are turned away at once until a daemon is found.
     pretouch : bool
         Fill this process's page tables for the pool in the background, so that first copies are as fast as later ones.
     name : str, optional
@@ -65,6 +68,7 @@ class Client:
         deadline_s: float = DEADLINE_S,
         strict: bool = False,
         connections_max: int = 16,
+        connect_retries: int = 0,
         pretouch: bool = True,
         name: str | None = None,
     ) -> None:
@@ -75,7 +79,12 @@ class Client:
         self.socket = Path(socket).absolute() if socket is not None else find_socket_path()
         self.stats = ClientStats()
         self._connections = Connections(
-            self.socket, name or default_name(), connections_max, self.stats, pretouch=pretouch
+            self.socket,
+            name or default_name(),
+            connections_max,
+            self.stats,
+            pretouch=pretouch,
+            retries=connect_retries,
         )
         _forks.register(self)
 

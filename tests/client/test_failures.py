@@ -63,7 +63,7 @@ def test_an_absent_daemon_is_asked_for_rarely(short_dir: Path, monkeypatch: pyte
         tried.append(path)
         raise errors.PeerUnreachable("nobody is there")
 
-    monkeypatch.setattr("kvclient._connections.greet", refuse)
+    monkeypatch.setattr("kvclient._greeting.greet", refuse)
     now = [100.0]
     with Client(short_dir / "nobody") as client:
         monkeypatch.setattr(client._connections.breaker, "_now", lambda: now[0])  # pyright: ignore[reportPrivateUsage]
