@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -183,16 +185,13 @@ def test_a_fault_of_the_request_is_no_fault_of_the_worker(status: int, failure: 
     assert counts_as_failure(status) is failure
 
 
-def test_limits_that_make_no_sense_are_refused() -> None:
-    clock = ManualClock()
-    for call in (
-        lambda: Breaker(clock.monotonic_s, failures_max=0),
-        lambda: Breaker(clock.monotonic_s, open_s=3.0, open_s_max=2.0),
-        lambda: Breaker(clock.monotonic_s, open_s=0.0),
-        lambda: Breaker(clock.monotonic_s, probe_s_max=0.0),
-    ):
-        with pytest.raises(BadSetting, match="make no breaker"):
-            call()
+@pytest.mark.parametrize(
+    "limits",
+    [{"failures_max": 0}, {"open_s": 3.0, "open_s_max": 2.0}, {"open_s": 0.0}, {"probe_s_max": 0.0}],
+)
+def test_limits_that_make_no_sense_are_refused(limits: dict[str, Any]) -> None:
+    with pytest.raises(BadSetting, match="make no breaker"):
+        Breaker(ManualClock().monotonic_s, **limits)
 
 
 class AnyOrder(RuleBasedStateMachine):
