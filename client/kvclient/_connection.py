@@ -2,9 +2,9 @@
 
 Theory of operation. A plain socket call releases the GIL and must win it back: with two busy Python threads in the
 process a round trip then takes 17 ms. Control replies are small and come within microseconds, so they are received by a
-call that keeps the GIL, which SO_RCVTIMEO ends after 2 ms; after that, and for requests known to take long, the thread
-waits in poll(), which releases it. A connection that was slow waits in poll() at once for some turns. (How long poll()
-took tells nothing: it includes winning the GIL back.)
+call that keeps the GIL, which SO_RCVTIMEO ends after 4 ms (any Python thread may keep it for 5); after that, and for
+requests known to take long, the thread waits in poll(), which releases it. A connection that was slow twice running
+waits in poll() at once for some turns. (How long poll() took tells nothing: it includes winning the GIL back.)
 
 Invariants
 1. Used by one thread at a time.
@@ -28,7 +28,7 @@ from kvclient._session import Session
 from kvstore import wire
 from kvstore.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, UnavailableError
 
-_QUICK_US = 2000
+_QUICK_US = 4000
 _SLOWNESS_MAX = 15
 _RECEIVE_BYTES = 64 << 10
 _FLUSH_S = 0.1
@@ -96,8 +96,8 @@ class Connection:
             received = self._receive_some(0)
             if received is None:
                 patient = True
-                self._slowness = min(_SLOWNESS_MAX, 2 * self._slowness + 1)
                 self._patient_turns = self._slowness
+                self._slowness = min(_SLOWNESS_MAX, 2 * self._slowness + 1)
             elif received:
                 break
         if not patient:
