@@ -6,10 +6,10 @@ PYTEST_ARGS ?=
 export PYTHON TORCH_PIP_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint unit bench format clean
+.PHONY: help demo demo-vllm test test-engines engines lint unit bench format clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 	@echo
 	@echo '  PYTHON=python3.12        the interpreter to set up with (3.11 or newer)'
 	@echo '  TORCH_PIP_ARGS="..."     arguments of pip for torch alone, to choose its build'
@@ -29,8 +29,18 @@ lint: .venv/.stamp ## ruff, mypy and pyright
 	.venv/bin/mypy
 	.venv/bin/basedpyright
 
-unit: .venv/.stamp ## the tests alone, without those marked stress, gpu or ucx
-	.venv/bin/python -m pytest -q -n $(PYTEST_WORKERS) -m 'not stress and not gpu and not ucx' $(PYTEST_ARGS)
+unit: .venv/.stamp ## the tests alone, without those marked stress, gpu, ucx or vllm
+	.venv/bin/python -m pytest -q -n $(PYTEST_WORKERS) -m 'not stress and not gpu and not ucx and not vllm' $(PYTEST_ARGS)
+
+engines: ## make the environments that run vLLM, outside the checkout: 3 GB, 3 to 10 minutes, once
+	@requirements/engines.sh vllm-0.32 >/dev/null
+	@requirements/engines.sh vllm-0.28 >/dev/null
+
+# Engines are shared by the tests of a file, and started by whoever runs it.
+test-engines: .venv/.stamp engines ## the tests with real vLLM engines, not among those of make test
+	VLLM_ENVIRONMENT=$$(requirements/engines.sh vllm-0.32) \
+	OLDER_VLLM_ENVIRONMENT=$$(requirements/engines.sh vllm-0.28) \
+	.venv/bin/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile -m vllm tests/engines/vllm $(PYTEST_ARGS)
 
 bench: .venv/.stamp ## how close to memcpy; one JSON line a bench
 	@.venv/bin/python -m bench

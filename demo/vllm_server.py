@@ -1,0 +1,106 @@
+"""A vLLM API server as a process: what people run, with a small model and kvclient's connector."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from demo import vllm_environment
+from demo.processes import Failed, Process
+
+MODEL = "tiny"
+BLOCK_TOKENS = 32
+_START_S = 300.0
+_ANSWER_S = 120.0
+_BETWEEN_PROBES_S = 0.1
+
+
+def connector(socket: Path, role: str, **options: Any) -> dict[str, Any]:
+    """Return the kv_transfer_config that has an engine use the daemon behind `socket`."""
+    return {
+        "kv_connector": "KVStoredConnector",
+        "kv_connector_module_path": "kvclient.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket": str(socket), **options},
+    }
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Server(Process):
+    """An API server; `await_ready` returns when it answers."""
+
+    def __init__(
+        self,
+        name: str,
+        environment: Path,
+        model: Path,
+        scratch: Path,
+        *arguments: str,
+        transfer: dict[str, Any] | None = None,
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [vllm_environment.python(environment), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1"]
+        command += ["--port", str(self.port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
+        command += ["--max-num-seqs", "4", "--seed", "0", "--block-size", str(BLOCK_TOKENS)]
+        command += ["--kv-cache-memory-bytes", str(64 << 20), "--enable-prompt-tokens-details", *arguments]
+        if transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        variables = vllm_environment.variables(environment, scratch)
+        super().__init__(name, command, scratch / f"{name}.log", pass_fds=(), **variables)
+
+    def await_ready(self) -> None:
+        """Return when the server answers; there is no other way to hear of it than to ask."""
+        ends_s = time.monotonic() + _START_S
+        while time.monotonic() < ends_s:
+            if self.has_ended:
+                raise self.failed("ended while starting")
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                call(self.port, "GET", "/health")
+                return
+            time.sleep(_BETWEEN_PROBES_S)
+        raise self.failed(f"did not answer within {_START_S:.0f} s")
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON answer to a JSON request."""
+        answer: dict[str, Any] = json.loads(call(self.port, "POST", path, json.dumps(body).encode()))
+        return answer
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a counter's or a gauge's samples."""
+        lines = call(self.port, "GET", "/metrics").decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+    def stop(self) -> None:
+        """End the server and the engine process behind it."""
+        super().stop()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def call(port: int, method: str, path: str, body: bytes | None = None) -> bytes:
+    """Return what a server of this machine answers; Failed, with its text, if that tells of an error."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_S)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read()
+        if answer.status != 200:
+            raise Failed(f"{path} answered {answer.status}: {text.decode(errors='replace')[:2000]}")
+        return text

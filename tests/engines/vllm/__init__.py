@@ -1,0 +1,1 @@
+"""The vLLM connector under real engines and a real daemon: `make test-engines`."""
