@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "kvstored": {"kvstored", "kvstore"},
     "kvclient": {"kvclient", "kvstore"},
     "kvctl": {"kvctl", "kvclient", "kvstore"},
-    "kvproxy": {"kvproxy", "kvclient", "kvstore"},
+    "kvproxy": {"kvproxy", "kvclient", "kvstore", "kvstored"},
 }
 CLIENTS_SHARE_OF_THE_CORE = {
     "kvstore",
@@ -34,6 +34,15 @@ CLIENTS_SHARE_OF_THE_CORE = {
     "kvstore.wire",
     "kvstore.checksum",
     "kvstore.paths",
+}
+# What every service needs: how it is told its settings, how it logs, how it talks to systemd.
+PROXYS_SHARE_OF_THE_DAEMON = {
+    "kvstored.arguments",
+    "kvstored.logs",
+    "kvstored.notify",
+    "kvstored.options",
+    "kvstored.readers",
+    "kvstored.sources",
 }
 
 # The core from the ground up: a module imports its own floor and those below. One that isn't listed stands
@@ -84,6 +93,8 @@ def test_each_package_imports_only_what_its_side_may() -> None:
                 faults.append(
                     f"{module.where}:{line} imports {target}, not of the client's share of the core"
                 )
+            elif top == "kvproxy" and other == "kvstored" and not _is_proxys(target):
+                faults.append(f"{module.where}:{line} imports {target}, not of the proxy's share of the daemon")
     assert not faults, _listed(faults)
 
 
@@ -246,6 +257,10 @@ def test_every_directory_with_python_is_checked_by_both_type_checkers() -> None:
     setup.read(ROOT / "setup.cfg")
     assert {name.strip() for name in setup["mypy"]["files"].split(",")} == with_python
     assert set(json.loads((ROOT / "pyrightconfig.json").read_text())["include"]) == with_python
+
+
+def _is_proxys(target: str) -> bool:
+    return target == "kvstored" or target in PROXYS_SHARE_OF_THE_DAEMON
 
 
 def _of(package: str) -> Iterator[Module]:

@@ -85,7 +85,7 @@ def test_the_installed_client_works_without_the_checkout(installed: Path, tmp_pa
     assert done.stdout.strip() == str(installed / "kvclient" / "__init__.py"), done.stderr
 
 
-@pytest.mark.parametrize("command", ["kvstored", "kvctl"])
+@pytest.mark.parametrize("command", ["kvstored", "kvproxy", "kvctl"])
 def test_each_command_starts_and_tells_its_use(installed: Path, tmp_path: Path, command: str) -> None:
     (script,) = importlib.metadata.distribution("kvstored").entry_points.select(name=command)
     program = (

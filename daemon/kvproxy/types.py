@@ -74,6 +74,7 @@ class Reason(enum.StrEnum):
     ECHO = "echo"  # prompt logprobs: D has to compute the whole prompt itself
     UNREADABLE = "unreadable"  # the body is no JSON object: D answers it
     NO_PREFILL_WORKERS = "no-prefill-workers"  # there are none by configuration
+    PREFILL_REFUSED = "prefill-refused"  # P said 4xx: D answers it
     PREFILL_LOST = "prefill-lost"  # there are some, and none can be used
     NO_DECODE_WORKERS = "no-decode-workers"
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import kvstore
-from kvstored.options import BY_KEY, OPTIONS
+from kvstored.options import TABLE, Table
 from kvstored.sources import Fault, nearest
 
-_DESCRIPTION = "Keeps the KV cache of this node's LLM engines in tiers: memory, then ssd."
 _EPILOG = """\
-Each flag is also a variable (--cpu-size: KVSTORED_CPU_SIZE, entries of repeated ones separated by ;) and a key of
-the file (cpu-size = "64GiB"). A flag goes before a variable, a variable before the file. GB is 10^9 bytes, GiB 2^30.
+Each flag is also a variable (--{key}: {variable}, entries of repeated ones separated by ;) and a key of the
+file ({key} = "{example}"). A flag goes before a variable, a variable before the file. GB is 10^9 bytes, GiB 2^30.
 Exit status: 0 done, 1 failed, 2 wrong settings, 3 something needed does not answer.
 """
 
@@ -31,39 +30,41 @@ class Arguments:
     faults: tuple[Fault, ...]
 
 
-def parse(argv: Sequence[str]) -> Arguments:
+def parse(argv: Sequence[str], table: Table = TABLE) -> Arguments:
     """Return what `argv` says. --help and --version print and raise SystemExit(0)."""
-    parser = _parser()
+    parser = _parser(table)
     faults: list[Fault] = []
     found = argparse.Namespace()
     try:
         found, unknown = parser.parse_known_args(argv, found)
     except argparse.ArgumentError as exc:
         unknown = []
-        faults.append(Fault(exc.argument_name or "command line", None, "flag", f"{exc.message}: see kvstored --help"))
-    faults += _unknown(unknown)
+        problem = f"{exc.message}: see {table.command} --help"
+        faults.append(Fault(exc.argument_name or "command line", None, "flag", problem))
+    faults += _unknown(unknown, table)
     given = vars(found)
     action = "check" if given.get("check") else "print-config" if given.get("print_config") else "run"
     if given.get("json") and action == "run":
         faults.append(Fault("--json", None, "flag", "it has no effect without --check: add that, or remove it"))
     config = given.get("config")
-    flags = {key: written for key, written in given.items() if key in BY_KEY}
+    flags = {key: written for key, written in given.items() if key in table.by_key}
     return Arguments(flags, Path(config) if config else None, action, bool(given.get("json")), tuple(faults))
 
 
-def _unknown(words: Sequence[str]) -> list[Fault]:
+def _unknown(words: Sequence[str], table: Table) -> list[Fault]:
     faults: list[Fault] = []
     takes_next = False
     for word in words:
         if word.startswith("-"):
             name = word.split("=")[0]
-            hint = nearest(name.lstrip("-"), BY_KEY, "--")
+            hint = nearest(name.lstrip("-"), table.by_key, "--", table.command)
             faults.append(Fault(name, None, "flag", f"there is no such flag: {hint}"))
             takes_next = "=" not in word
         elif takes_next:  # most likely the value of the flag before
             takes_next = False
         else:
-            faults.append(Fault(word, None, "argument", "settings are given as --KEY VALUE: see kvstored --help"))
+            problem = f"settings are given as --KEY VALUE: see {table.command} --help"
+            faults.append(Fault(word, None, "argument", problem))
     return faults
 
 
@@ -73,24 +74,26 @@ class _Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(None, message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(table: Table) -> argparse.ArgumentParser:
+    key, example = table.example
     parser = _Parser(
-        prog="kvstored",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        prog=table.command,
+        description=table.description,
+        epilog=_EPILOG.format(key=key, variable=table.by_key[key].variable, example=example),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         exit_on_error=False,
     )
     command = parser.add_argument_group("command")
-    command.add_argument("--config", metavar="FILE.toml", help="read settings from a TOML file (or KVSTORED_CONFIG)")
+    from_file = f"read settings from a TOML file (or {table.prefix}CONFIG)"
+    command.add_argument("--config", metavar="FILE.toml", help=from_file)
     command.add_argument("--check", action="store_true", help="validate, print the settings in effect, and exit")
     command.add_argument("--print-config", action="store_true", help="print a commented config file and exit")
     command.add_argument("--json", action="store_true", help="with --check: print one JSON object")
-    command.add_argument("--version", action="version", version=f"kvstored {kvstore.__version__}")
+    command.add_argument("--version", action="version", version=f"{table.command} {kvstore.__version__}")
     settings = parser.add_argument_group("settings")
-    for option in OPTIONS:
+    for option in table.options:
         default = option.default_text or option.default
         text = f"{option.summary}" if option.is_switch else f"{option.summary} (default: {default})"
         text = text.replace("%", "%%")

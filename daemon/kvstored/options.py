@@ -28,6 +28,7 @@ class Option:
     default: Any = None
     default_text: str = ""
     repeated: bool = False
+    prefix: str = VARIABLE_PREFIX
 
     @property
     def flag(self) -> str:
@@ -35,11 +36,39 @@ class Option:
 
     @property
     def variable(self) -> str:
-        return VARIABLE_PREFIX + self.key.upper().replace("-", "_")
+        return self.prefix + self.key.upper().replace("-", "_")
 
     @property
     def is_switch(self) -> bool:
         return self.read is readers.read_switch
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A variable of another system that stands for a setting; `in_words` turns its text into ours."""
+
+    variable: str
+    key: str
+    in_words: Callable[[str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The settings of one command; `example` is a key and a value of it, for the help."""
+
+    command: str
+    description: str
+    example: tuple[str, str]
+    options: tuple[Option, ...]
+    aliases: tuple[Alias, ...] = ()
+
+    @property
+    def by_key(self) -> dict[str, Option]:
+        return {option.key: option for option in self.options}
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.command.upper()}_"
 
 
 OPTIONS = (
@@ -146,4 +175,9 @@ OPTIONS = (
     ),
 )  # fmt: skip
 
-BY_KEY = {option.key: option for option in OPTIONS}
+TABLE = Table(
+    "kvstored",
+    "Keeps the KV cache of this node's LLM engines in tiers: memory, then ssd.",
+    ("cpu-size", "64GiB"),
+    OPTIONS,
+)

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import BadSetting
-from kvstored.options import BY_KEY, OPTIONS, VARIABLE_PREFIX
+from kvstored.options import TABLE, Alias, Table
 
-CONFIG_VARIABLE = f"{VARIABLE_PREFIX}CONFIG"
 _FILE_BYTES_MAX = 1 << 20
-# Kubernetes sets these in every pod of a namespace that has a service called kvstored.
-_SERVICE_LINK = re.compile(rf"{VARIABLE_PREFIX}(SERVICE_|PORT(_|$))")
+# Kubernetes sets these in every pod of a namespace that has a service called like the command.
+_SERVICE_LINK = re.compile(r"(SERVICE_|PORT(_|$))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,7 @@ class Fault:
 class Given:
     """What was given: for each key its value as read, its value as written and its source."""
 
+    table: Table = TABLE
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     written: dict[str, Any] = field(default_factory=dict[str, Any])
     sources: dict[str, str] = field(default_factory=dict[str, str])
@@ -51,7 +51,7 @@ class Given:
     def take(self, key: str, written: Any, source: str) -> None:
         """Read one value; the first source to give a key keeps it."""
         try:
-            value = BY_KEY[key].read(written)
+            value = self.table.by_key[key].read(written)
         except BadSetting as exc:
             self.faults.append(Fault(key, written, source, str(exc)))
             return
@@ -59,30 +59,34 @@ class Given:
             self.values[key], self.written[key], self.sources[key] = value, written, source
 
 
-def gather(flags: Mapping[str, Any], environ: Mapping[str, str], config: Path | None) -> Given:
+def gather(
+    flags: Mapping[str, Any], environ: Mapping[str, str], config: Path | None, table: Table = TABLE
+) -> Given:
     """Return what flags, variables and the file give. `config` is the file that --config names."""
-    given = Given()
+    given = Given(table)
+    config_variable = f"{table.prefix}CONFIG"
     for key, written in flags.items():
         given.take(key, written, f"flag --{key}")
     _take_variables(given, environ)
     source = "flag --config"
-    if config is None and (named := environ.get(CONFIG_VARIABLE)):
-        config, source = Path(named), f"variable {CONFIG_VARIABLE}"
+    if config is None and (named := environ.get(config_variable)):
+        config, source = Path(named), f"variable {config_variable}"
     if config is not None:
         _take_file(given, config, source)
     return given
 
 
-def nearest(key: str, known: Iterable[str], prefix: str = "") -> str:
+def nearest(key: str, known: Iterable[str], prefix: str = "", command: str = TABLE.command) -> str:
     """Return a hint at the existing key that `key` was probably meant to be."""
     close = difflib.get_close_matches(key, list(known), n=1)
-    return f"did you mean {prefix}{close[0]}?" if close else "kvstored --help lists what there is"
+    return f"did you mean {prefix}{close[0]}?" if close else f"{command} --help lists what there is"
 
 
 def _take_variables(given: Given, environ: Mapping[str, str]) -> None:
-    by_variable = {option.variable: option for option in OPTIONS}
+    table = given.table
+    by_variable = {option.variable: option for option in table.options}
     for variable, text in sorted(environ.items()):
-        if not variable.startswith(VARIABLE_PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.startswith(table.prefix) or variable == f"{table.prefix}CONFIG":
             continue
         option = by_variable.get(variable)
         source = f"variable {variable}"
@@ -90,9 +94,22 @@ def _take_variables(given: Given, environ: Mapping[str, str]) -> None:
             # Several entries of a repeated setting stand in one variable with semicolons between.
             parts: Any = [part for part in text.split(";") if part.strip()] if option.repeated else text
             given.take(option.key, parts, source)
-        elif not _SERVICE_LINK.match(variable):
-            hint = nearest(variable, by_variable)
+        elif not _SERVICE_LINK.match(variable.removeprefix(table.prefix)):
+            hint = nearest(variable, by_variable, command=table.command)
             given.faults.append(Fault(variable, text, "environment", f"there is no such setting: {hint}"))
+    for alias in table.aliases:  # behind our own names, which therefore go first
+        if text := environ.get(alias.variable, "").strip():
+            _take_alias(given, alias, text)
+
+
+def _take_alias(given: Given, alias: Alias, text: str) -> None:
+    source = f"variable {alias.variable}"
+    try:
+        written = alias.in_words(text)
+    except BadSetting as exc:
+        given.faults.append(Fault(alias.key, text, source, str(exc)))
+        return
+    given.take(alias.key, written, source)
 
 
 def _take_file(given: Given, path: Path, source: str) -> None:
@@ -111,8 +128,8 @@ def _take_file(given: Given, path: Path, source: str) -> None:
         given.faults.append(Fault("config", str(path), source, problem))
         return
     for key, written in table.items():
-        if key in BY_KEY:
+        if key in given.table.by_key:
             given.take(key, written, f"file {path}")
         else:
-            hint = nearest(key.replace("_", "-"), BY_KEY)
+            hint = nearest(key.replace("_", "-"), given.table.by_key, command=given.table.command)
             given.faults.append(Fault(key, written, f"file {path}", f"there is no such setting: {hint}"))

@@ -1,0 +1,222 @@
+"""The proxy put together: its workers, its queue, its listeners; their start, and their end in order.
+
+Order of the end, under one deadline: /readyz says no, the queue refuses, running requests go on; at the deadline the
+legs that are left are ended, so that streams close with an error event; then the listeners and connections close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import socket
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from kvclient import AsyncClient
+from kvproxy import admin
+from kvproxy.exchange import Parts
+from kvproxy.fairness import FairQueue
+from kvproxy.front import Front
+from kvproxy.health import Watch
+from kvproxy.legs import Wires
+from kvproxy.metrics import Metrics
+from kvproxy.models import Models
+from kvproxy.retries import RetryBudget
+from kvproxy.settings import Settings
+from kvproxy.store import StoreView
+from kvproxy.tokens import tokenizer_for
+from kvproxy.types import Policy, Role
+from kvproxy.workers import Fleet
+from kvstore.errors import BadSetting, UnavailableError
+from kvstored.logs import fields
+
+log = logging.getLogger("kvproxy.app")
+
+RETRY_AFTER_S = 2.0
+TOKEN_CHARS_MIN = 16
+_CLOSE_S = 2.0
+_IDLE_S = 75.0
+_ADMIN_CONNECTIONS_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running proxy, for who started it in this process."""
+
+    url: str
+    admin_url: str | None
+    fleet: Fleet
+    queue: FairQueue
+    metrics: Metrics
+
+
+async def serve(settings: Settings, *, ready: Callable[[Served], None]) -> None:
+    """Serve until cancelled, then drain and close; `ready` is called when clients are served.
+
+    Raises
+    ------
+    KVStoreError
+        Something can't be started; the text names the fix.
+    """
+    async with running(settings) as served:
+        ready(served)
+        await asyncio.Event().wait()
+
+
+@contextlib.asynccontextmanager
+async def running(settings: Settings) -> AsyncGenerator[Served, None]:
+    """Run a proxy inside the block; leaving it drains, by `drain_s` at most."""
+    loop = asyncio.get_running_loop()
+    fleet = Fleet(
+        loop.time, {Role.PREFILL: settings.prefill_tokens_per_s, Role.DECODE: settings.decode_tokens_per_s}
+    )
+    for endpoint in (*settings.prefill, *settings.decode):
+        fleet.add(endpoint)
+    queue = FairQueue(
+        loop.time,
+        running_max=settings.running_max,
+        waiting_max=settings.waiting_max,
+        waiting_s_max=settings.waiting_s,
+        share_max=settings.caller_waiting_max,
+    )
+    metrics = Metrics()
+    async with contextlib.AsyncExitStack() as stack:
+        wires = await stack.enter_async_context(Wires(settings))
+        parts = await _parts(settings, fleet, wires, metrics, stack)
+        front = Front(parts, queue)
+        watching = asyncio.ensure_future(Watch(fleet, wires, settings).run())
+        stack.push_async_callback(_ended, watching)
+        admin_url = await _admin(settings, fleet, stack)
+        url = await stack.enter_async_context(
+            listening(front.application(), settings.listen, settings.connections_max, "listen")
+        )
+        try:
+            yield Served(url, admin_url, fleet, queue, metrics)
+        finally:
+            await front.drain(settings.drain_s)
+
+
+async def _parts(
+    settings: Settings, fleet: Fleet, wires: Wires, metrics: Metrics, stack: contextlib.AsyncExitStack
+) -> Parts:
+    store = None
+    if settings.store is not None:
+        client = AsyncClient(settings.store, deadline_s=settings.store_s, strict=True, pretouch=False, name="kvproxy")
+        store = StoreView(await stack.enter_async_context(client), settings, metrics)
+    policy = Policy(
+        settings.on_prefill_loss,
+        settings.min_prefill_tokens,
+        settings.decode_tokens_per_s,
+        settings.fetch_tokens_per_s,
+        RETRY_AFTER_S,
+    )
+    return Parts(
+        settings,
+        policy,
+        fleet,
+        wires,
+        tokenizer_for(settings, fleet, wires, metrics),
+        store,
+        Models(fleet, wires),
+        metrics,
+        RetryBudget(),
+        random.SystemRandom(),
+    )
+
+
+async def _admin(settings: Settings, fleet: Fleet, stack: contextlib.AsyncExitStack) -> str | None:
+    if settings.admin is None or settings.admin_token_file is None:
+        return None
+    application = admin.application(fleet, _token(settings))
+    url = await stack.enter_async_context(listening(application, settings.admin, _ADMIN_CONNECTIONS_MAX, "admin"))
+    log.info("admin", extra=fields(address=url))
+    return url
+
+
+def _token(settings: Settings) -> str:
+    assert settings.admin_token_file is not None
+    try:
+        token = settings.admin_token_file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise BadSetting(f"the token can't be read ({exc}): name a text file with --admin-token-file") from exc
+    if len(token) < TOKEN_CHARS_MIN:
+        raise BadSetting(
+            f"the token in {settings.admin_token_file} has {len(token)} characters: write {TOKEN_CHARS_MIN} or more, "
+            "such as `openssl rand -hex 32` prints"
+        )
+    return token
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    application: web.Application, address: tuple[str, int], connections_max: int, key: str
+) -> AsyncGenerator[str, None]:
+    """Serve an application inside the block; gives the URL bound, which names the port chosen for port 0."""
+    runner = web.AppRunner(
+        application,
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=_IDLE_S,
+        shutdown_timeout=_CLOSE_S,
+        auto_decompress=False,
+    )
+    await runner.setup()
+    try:
+        with await _bound(address, key) as listener:
+            server = await asyncio.get_running_loop().create_server(_bounded(runner, connections_max), sock=listener)
+            try:
+                host, port = listener.getsockname()[:2]
+                yield f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
+            finally:
+                server.close()
+    finally:
+        await runner.cleanup()
+
+
+def _bounded(runner: web.AppRunner, connections_max: int) -> Callable[[], asyncio.BaseProtocol]:
+    server = runner.server
+    assert server is not None  # set up just before
+
+    def accept() -> asyncio.BaseProtocol:
+        return _Refuse() if len(server.connections) >= connections_max else server()
+
+    return accept
+
+
+class _Refuse(asyncio.Protocol):
+    """Closes the connection at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+async def _bound(address: tuple[str, int], key: str) -> socket.socket:
+    host, port = address
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, target = found[0]
+        listener = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+    except OSError as exc:
+        raise BadSetting(f"{key}: {host} is no address of this machine ({exc.strerror}): choose another") from exc
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(1024)
+        listener.setblocking(False)
+    except OSError as exc:
+        listener.close()
+        raise UnavailableError(
+            f"{key}: {host}:{port} can't be bound ({exc.strerror}): stop what listens there, or choose another --{key}"
+        ) from exc
+    return listener
+
+
+async def _ended(task: asyncio.Future[None]) -> None:
+    task.cancel()
+    await asyncio.wait((task,))
