@@ -27,12 +27,12 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from kvproxy.options import read_worker
+from kvproxy.settings import TOKEN_VARIABLE
 from kvproxy.types import Role
 from kvproxy.workers import Fleet
 from kvstore.errors import BadSetting, UsageError
 from kvstored.logs import fields
 
-TOKEN_VARIABLE = "KVPROXY_ADMIN_TOKEN"  # noqa: S105 - the name of a variable
 TOKEN_CHARS_MIN = 16
 WORKERS_MAX = 1000
 _BODY_BYTES_MAX = 16 << 10

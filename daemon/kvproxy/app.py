@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import os
 import random
 import socket
 from collections.abc import AsyncGenerator, Callable
@@ -32,12 +32,8 @@ from kvproxy.tokens import tokenizer_for
 from kvproxy.types import Policy, Role
 from kvproxy.workers import Fleet
 from kvstore.errors import BadSetting, UnavailableError
-from kvstored.logs import fields
-
-log = logging.getLogger("kvproxy.app")
 
 RETRY_AFTER_S = 2.0
-TOKEN_CHARS_MIN = 16
 _CLOSE_S = 2.0
 _IDLE_S = 75.0
 _ADMIN_CONNECTIONS_MAX = 16
@@ -52,6 +48,7 @@ class Served:
     fleet: Fleet
     queue: FairQueue
     metrics: Metrics
+    watching: asyncio.Future[None]  # done only if it has failed
 
 
 async def serve(settings: Settings, *, ready: Callable[[Served], None]) -> None:
@@ -64,7 +61,8 @@ async def serve(settings: Settings, *, ready: Callable[[Served], None]) -> None:
     """
     async with running(settings) as served:
         ready(served)
-        await asyncio.Event().wait()
+        await asyncio.wait((served.watching,))
+        served.watching.result()
 
 
 @contextlib.asynccontextmanager
@@ -95,7 +93,7 @@ async def running(settings: Settings) -> AsyncGenerator[Served, None]:
             listening(front.application(), settings.listen, settings.connections_max, "listen")
         )
         try:
-            yield Served(url, admin_url, fleet, queue, metrics)
+            yield Served(url, admin_url, fleet, queue, metrics, watching)
         finally:
             await front.drain(settings.drain_s)
 
@@ -129,26 +127,13 @@ async def _parts(
 
 
 async def _admin(settings: Settings, fleet: Fleet, stack: contextlib.AsyncExitStack) -> str | None:
-    if settings.admin is None or settings.admin_token_file is None:
+    if settings.admin is None:
         return None
-    application = admin.application(fleet, _token(settings))
-    url = await stack.enter_async_context(listening(application, settings.admin, _ADMIN_CONNECTIONS_MAX, "admin"))
-    log.info("admin", extra=fields(address=url))
-    return url
-
-
-def _token(settings: Settings) -> str:
-    assert settings.admin_token_file is not None
-    try:
-        token = settings.admin_token_file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise BadSetting(f"the token can't be read ({exc}): name a text file with --admin-token-file") from exc
-    if len(token) < TOKEN_CHARS_MIN:
-        raise BadSetting(
-            f"the token in {settings.admin_token_file} has {len(token)} characters: write {TOKEN_CHARS_MIN} or more, "
-            "such as `openssl rand -hex 32` prints"
-        )
-    return token
+    token = admin.read_token(settings.admin_token_file, os.environ)
+    if token is None:
+        raise BadSetting("admin: the port needs a token: give --admin-token-file FILE")
+    application = admin.application(fleet, token)
+    return await stack.enter_async_context(listening(application, settings.admin, _ADMIN_CONNECTIONS_MAX, "admin"))
 
 
 @contextlib.asynccontextmanager

@@ -158,7 +158,7 @@ async def _until_stopped(settings: Settings, notifier: Notifier) -> None:
 
     def ready(served: Served) -> None:
         notifier.ready(f"serving on {served.url}")
-        log.info("ready", extra=fields(url=served.url, admin=served.admin_url))
+        log.info("ready", extra=fields(listen=served.url, admin=served.admin_url))
 
     watchdog = asyncio.ensure_future(notifier.keep_watchdog())
     serving = asyncio.ensure_future(serve(settings, ready=ready))

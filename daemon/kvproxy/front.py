@@ -145,7 +145,7 @@ class Front:
             return await opened.relay(request, identity, self._parts.metrics), exchange.route
 
     async def _admit(self, stack: AsyncExitStack, request: web.Request, ask: Ask, deadline_s: float) -> None:
-        caller = caller_of(request.headers, None, request.remote or "")
+        caller = caller_of(request.headers, self._parts.settings.caller_header, request.remote or "")
         cost = float(max(1, ask.shape.prompt_tokens))
         try:
             await stack.enter_async_context(self._queue.admit(caller, cost, deadline_s))

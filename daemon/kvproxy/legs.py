@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import io
+import logging
 from collections.abc import Awaitable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,13 +25,16 @@ from typing import TypeVar
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from kvproxy.answers import REQUEST_ID
 from kvproxy.breaker import Trial, counts_as_failure
 from kvproxy.metrics import Metrics
 from kvproxy.settings import Settings
 from kvproxy.workers import Worker
 from kvstore.errors import UnavailableError
+from kvstored.logs import fields
 
 T = TypeVar("T")
+log = logging.getLogger("kvproxy.legs")
 
 # uvicorn, and so vLLM, closes idle connections after 5 s.
 _KEEP_S = 4.0
@@ -345,6 +349,14 @@ class Leg:
         return LegFailed(Fault.TIMEOUT, f"the worker said nothing for {limit_s:g} s")
 
     def _fail(self, exc: LegFailed) -> None:
+        endpoint = self.worker.endpoint
+        log.warning(
+            "leg failed",
+            extra=fields(
+                role=endpoint.role, url=endpoint.url, fault=exc.fault, why=str(exc), after_s=self.elapsed_s,
+                id=self._errand.headers.get(REQUEST_ID),
+            ),
+        )  # fmt: skip
         self._outcome = "timeout" if exc.fault in (Fault.TIMEOUT, Fault.DEADLINE) else "failed"
         if exc.fault in (Fault.DEADLINE, Fault.LOST):
             # The one is no fault of the worker, of the other its breaker has been told by who found out.

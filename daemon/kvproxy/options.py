@@ -199,6 +199,10 @@ OPTIONS = (
         "requests of one caller that wait; more are refused with 429", 256,
     ),
     _option(
+        "caller-header", "NAME", read_text,
+        "a header that a gateway names callers by, for fairness", default_text="none: by API key, else by address",
+    ),
+    _option(
         "waiting-timeout", "DURATION", duration(0, 86400),
         "how long a request may wait before it runs", "30s",
     ),

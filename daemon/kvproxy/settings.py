@@ -16,6 +16,8 @@ from kvproxy.options import OPTIONS, TABLE
 from kvproxy.types import Endpoint
 from kvstored.sources import Fault, gather
 
+TOKEN_VARIABLE = "KVPROXY_ADMIN_TOKEN"  # noqa: S105 - the name of a variable
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -52,6 +54,7 @@ class Settings:
     running_max: int = 256
     waiting_max: int = 1024
     caller_waiting_max: int = 256
+    caller_header: str | None = None
     waiting_s: float = 30.0
     connections_max: int = 4096
     min_prefill_tokens: int = 64
@@ -108,7 +111,8 @@ def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str], config: Path | None = None, faults: tuple[Fault, ...] = ()
 ) -> Resolution:
     """Return the settings in effect, or everything that is wrong with what was given."""
-    given = gather(flags, environ, config, TABLE)
+    # The token is no setting: those are told in logs and reports.
+    given = gather(flags, {name: text for name, text in environ.items() if name != TOKEN_VARIABLE}, config, TABLE)
     values = {option.key: option.read(option.default) for option in OPTIONS if option.default is not None}
     values |= given.values
     sources = {option.key: given.sources.get(option.key, "default") for option in OPTIONS}
@@ -118,6 +122,8 @@ def resolve(
         found.append(Fault(key, given.written.get(key), sources[key], problem))
 
     _check(values, given.values, {one.key for one in given.faults}, fault)
+    if values.get("admin") and not values.get("admin-token-file") and not environ.get(TOKEN_VARIABLE, "").strip():
+        fault("admin", f"the admin port needs a token: give --admin-token-file FILE, or ${TOKEN_VARIABLE}")
     if found:
         return Resolution(None, sources, tuple(found))
     known = {field.name for field in fields(Settings)}
@@ -135,8 +141,6 @@ def _check(
     both = {one.url for one in values.get("prefill", ())} & {one.url for one in values.get("decode", ())}
     if both:
         fault("decode", f"{', '.join(sorted(both))} is prefill and decode worker: as the latter alone it does both")
-    if values.get("admin") and not values.get("admin-token-file"):
-        fault("admin", "the admin port needs a token: give --admin-token-file FILE with one of 16 characters or more")
     if "admin-token-file" in given and not values.get("admin"):
         fault("admin-token-file", "it has no effect without --admin HOST:PORT: remove it, or add that")
     if values["listen"] is None:

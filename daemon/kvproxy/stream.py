@@ -100,6 +100,14 @@ class Opened:
         if self._cutter is not None:
             headers.setdefault("X-Accel-Buffering", "no")
         response = web.StreamResponse(status=leg.status, headers=headers)
+        try:
+            await self._send(request, response, metrics)
+        except ClientGone:
+            _cut_off(request)
+            raise
+        return response
+
+    async def _send(self, request: web.Request, response: web.StreamResponse, metrics: Metrics) -> None:
         await self._within(response.prepare(request))
         await self._within(response.write(self._head))
         try:
@@ -108,11 +116,10 @@ class Opened:
             metrics.cut(str(exc.fault))
             if self._cutter is None:
                 _cut_off(request)
-                return response
+                return
             failure = Refusal(502, "upstream_error", "stream-cut", f"the answer was cut short: {exc}")
             await self._within(response.write(failure.event()))
         await self._within(response.write_eof())
-        return response
 
     async def _rest(self, response: web.StreamResponse) -> None:
         while chunk := await self.leg.read():
