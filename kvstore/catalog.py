@@ -27,14 +27,12 @@ from kvstore.counters import Cause, TierCounters
 from kvstore.expiry import ExpiryQueue
 from kvstore.lifecycle import Copy, CopyEvent
 from kvstore.policy import Policy
+from kvstore.recency import Behind, Recency
 from kvstore.table import LEASE, NEVER_S, NO_SLOT, BlockTable, Columns, Tier
 from kvstore.tenancy import Tenancies, Tenancy
 
 TICKS_PER_S = 100
 _PIN_LOOK_S = 10.0  # how often a pinned block whose life is over is looked at
-
-
-_fastest_tier = [(residency & -residency).bit_length() - 1 for residency in range(16)].__getitem__
 
 
 class Catalog:
@@ -78,6 +76,7 @@ class Catalog:
         self._unsettled: set[int] = set()  # held rows that have something to give back when they are let go
         self._condemned: deque[Iterator[tuple[bytes, int]]] = deque()
         self._expiry = ExpiryQueue(self._start_s)
+        self._recency = Recency(self.table, policies, self._unsettled, self.is_in_transit)
         self._generation = 0
 
     # ---- namespaces
@@ -149,11 +148,17 @@ class Catalog:
     # ---- copies
 
     def adopt(
-        self, tenancy: Tenancy, hashes: Sequence[bytes], slots: Sequence[int], checksums: Iterable[int], ttl_s: float
+        self,
+        tenancy: Tenancy,
+        hashes: Sequence[bytes],
+        slots: Sequence[int],
+        checksums: Iterable[int],
+        ttl_s: float,
+        behind: Behind | None = None,
     ) -> list[int]:
         """Return the rows of new blocks whose bytes, complete and checked, lie in the cpu tier in `slots`.
 
-        Give them in the order of their prefix: its tail is taken for the colder end.
+        Give them in the order of their prefix: its tail is taken for the colder end. `behind`: what they continue.
         """
         count = len(hashes)
         expires_s = self._now_s() + ttl_s if ttl_s > 0 else NEVER_S
@@ -168,6 +173,8 @@ class Catalog:
         self.used_bytes[owner] = self.used_bytes.get(owner, 0) + tenancy.slot_bytes * count
         lane = tenancy.lanes[Tier.CPU]
         self.policies[Tier.CPU].admit_many(rows[::-1], lane, self.tick(), tenancy.number, hashes[::-1])
+        if behind is not None:
+            self._recency.put_behind(Tier.CPU, rows[::-1], behind)
         if ttl_s > 0:
             tenancy.any_expire = True
             for row in rows:
@@ -307,23 +314,17 @@ class Catalog:
         if not self.table.holds[row]:
             self._let_go(row)
 
-    def use(self, rows: Sequence[int]) -> None:
+    def use(self, rows: Sequence[int], behind: Behind | None = None) -> None:
         """Note a use of blocks; give the tail of a prefix first, so that its head is evicted last.
 
-        Rows that have gone meanwhile are passed over. A hit in memory leaves the order on ssd alone: a block is put
-        at its recent end when its copy in memory goes.
+        `behind` is the block that they continue, if any. Rows that have gone meanwhile are passed over. A hit in memory
+        leaves the order on ssd alone: a block is put at its recent end when its copy in memory goes.
         """
-        now = self.tick()
-        residency, uses = self.table.residency, self.table.uses
+        uses = self.table.uses
         for row in rows:
             if uses[row] < 255:
                 uses[row] += 1
-        fastest = set(map(_fastest_tier, map(residency.__getitem__, rows)))
-        for tier, policy in self.policies.items():
-            if fastest == {tier}:
-                policy.use_many(rows, now)
-            elif tier in fastest:
-                policy.use_many([row for row in rows if _fastest_tier(residency[row]) == tier], now)
+        self._recency.use(rows, self.tick(), behind)
 
     def slot_bytes(self, row: int, tier: Tier = Tier.CPU) -> int:
         """Return what a block takes in a tier."""
@@ -448,11 +449,12 @@ class Catalog:
             counters.evictions[cause] += 1
             counters.eviction_age.add(self.idle_s(row, tier))
             tenancy.counters.evictions[cause] += 1
+        slot = self.table.slot[tier][row]
         self.table.move(row, tier, CopyEvent.LEAVE)
         self.policies[tier].remove(row)
         tenancy.blocks[tier] -= 1
         self.used_bytes[tenancy.tenant, tier] -= tenancy.slots[tier]
-        if tier is Tier.CPU and self.table.residency[row] & Tier.SSD.bit:
+        if tier is Tier.CPU and self.table.residency[row] & Tier.SSD.bit and not self._is_transit(slot):
             # While it was in memory its order on ssd stood still: it starts there as recent.
             self.policies[Tier.SSD].renew(row, self.tick(), self.table.uses[row])
         if not self.table.residency[row]:

@@ -24,6 +24,7 @@ from kvstore.checksum import NOT_COMPUTED
 from kvstore.errors import LeaseExpired
 from kvstore.lease import Session, WriteWindow
 from kvstore.lifecycle import Put, PutEvent, next_put
+from kvstore.recency import Behind
 from kvstore.room import Room
 from kvstore.table import Tier
 from kvstore.tenancy import Tenancy
@@ -97,7 +98,7 @@ class Puts:
         memory: MemoryTier,
         room: Room,
         limits: PutLimits,
-        note_use: Callable[[Sequence[int]], None],
+        note_use: Callable[[Sequence[int], Behind | None], None],
     ) -> None:
         self._note_use = note_use
         self.reserved_bytes = 0  # of the pool: open puts, and copies being made in strict mode
@@ -129,11 +130,13 @@ class Puts:
         hashes: Sequence[bytes],
         now_s: float,
         *,
+        after: bytes | None = None,
         pool: bool = False,
         again: bool = False,
     ) -> tuple[Ticket, bytes]:
         """Return a ticket and an outcome a hash: GRANTED, PRESENT, BUSY or NO_ROOM. A repeated hash is BUSY.
 
+        `after`: the block that the first of these continues, if an earlier request had it.
         `pool`: take slots of the pool even if the session has a write window; the daemon itself writes them.
         `again`: it was asked for in vain before, so what is there or busy has been counted.
         """
@@ -160,7 +163,7 @@ class Puts:
         if not again:
             tenancy.counters.present_blocks += outcomes.count(Outcome.PRESENT)
             tenancy.counters.busy_blocks += outcomes.count(Outcome.BUSY)
-            self._note_use(present[::-1])
+            self._note_use(present[::-1], None if after is None else Behind(tenancy, after, or_last=False))
         for position in wanted[len(taken) :]:
             outcomes[position] = Outcome.NO_ROOM
         if taken:
@@ -215,10 +218,12 @@ class Puts:
         checksums: Sequence[int],
         ttl_s: float | None,
         *,
+        after: bytes | None = None,
         slots: Sequence[int] | None = None,
     ) -> SealResult:
         """Make the positions `which` (None: all open ones; each at most once) visible.
 
+        `after` is the block that they continue, if nothing before them in the ticket is there.
         `slots` are slots in the pool that hold copies of them, parallel to `which`, in strict mode; whatever is not
         sealed of them is freed.
         """
@@ -229,9 +234,9 @@ class Puts:
         if sealed:
             hashes = [ticket.hashes[positions[at]] for at in sealed]
             offsets = [ticket.offsets[positions[at]] for at in sealed]
-            after = next_put(Put.OPEN, PutEvent.SEAL)
+            state = next_put(Put.OPEN, PutEvent.SEAL)
             for at in sealed:
-                ticket.states[positions[at]] = after
+                ticket.states[positions[at]] = state
             writing = self._writing[tenancy.number]
             for block_hash in hashes:
                 del writing[block_hash]
@@ -245,8 +250,9 @@ class Puts:
             self._catalog.promise(tenancy, Tier.CPU, -len(sealed))
             sums = [checksums[at] for at in sealed] if checksums else [NOT_COMPUTED] * len(sealed)
             result.rows = self._catalog.adopt(
-                tenancy, hashes, offsets, sums, tenancy.ttl_s if ttl_s is None else ttl_s
-            )
+                tenancy, hashes, offsets, sums, tenancy.ttl_s if ttl_s is None else ttl_s,
+                self._continued(ticket, positions[sealed[0]], after),
+            )  # fmt: skip
             self._memory.set_owners(offsets, result.rows)
             tenancy.counters.stored_blocks += len(sealed)
             self._catalog.counters[Tier.CPU].bytes_in += len(sealed) * tenancy.block_bytes
@@ -274,6 +280,14 @@ class Puts:
             if slots is not None:
                 self.free_copy(tenancy, slots[at])
         return admitted
+
+    def _continued(self, ticket: Ticket, position: int, after: bytes | None) -> Behind | None:
+        """Return the block before a position in its chain, the nearest one that is there."""
+        tenancy = ticket.tenancy
+        for earlier in range(position - 1, -1, -1):
+            if ticket.hashes[earlier] in tenancy.rows:
+                return Behind(tenancy, ticket.hashes[earlier], or_last=False)
+        return None if after is None else Behind(tenancy, after, or_last=after not in tenancy.rows)
 
     def _is_there(self, ticket: Ticket, position: int) -> bool:
         return self._catalog.find(ticket.tenancy, ticket.hashes[position]) is not None

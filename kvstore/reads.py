@@ -24,6 +24,7 @@ from kvstore.errors import TooManyLeases
 from kvstore.lease import Leases, Session
 from kvstore.loads import Load, Loads
 from kvstore.puts import Arrival, Puts
+from kvstore.recency import Behind
 from kvstore.table import Tier
 from kvstore.tenancy import Tenancy
 from kvstore.wire import MISS_FIRST, Acquire, Acquired, Found, Lookup, Outcome
@@ -45,7 +46,7 @@ class Reads:
     """Answers lookups and acquires.
 
     `loads` is None on a node without an ssd tier. `note_use` is told of the rows that were granted, tail of the
-    prefix first; it may take its time, the answer doesn't wait for it.
+    prefix first, and of the block that they continue; it may take its time, the answer doesn't wait for it.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Reads:
         loads: Loads | None,
         clock: Clock,
         limits: ReadLimits,
-        note_use: Callable[[Sequence[int]], None],
+        note_use: Callable[[Sequence[int], Behind | None], None],
     ) -> None:
         self._note_use = note_use
         self.limits = limits
@@ -307,7 +308,8 @@ class Reads:
             token = self._leases.grant(session, granted, ends_s, copying=request.copying).token
             tenancy.counters.delivered_blocks += len(granted)
             self._catalog.counters[Tier.CPU].bytes_out += len(granted) * tenancy.block_bytes
-            self._note_use(granted[::-1])
+            after = request.after
+            self._note_use(granted[::-1], None if after is None else Behind(tenancy, after, or_last=request.run))
         if request.count:
             # LATER keys come again in the next request: they are counted there.
             if len(granted) == len(rows):

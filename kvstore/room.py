@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvstore.catalog import Catalog
 from kvstore.counters import Cause
@@ -26,9 +26,19 @@ _QUOTA_STEP = 32  # slots
 
 
 class Room:
-    """Finds slots. `quotas` maps a tenant to its bytes in the cpu tier; no entry: no quota."""
+    """Finds slots. `quotas` maps a tenant to its bytes in the cpu tier; no entry: no quota.
 
-    def __init__(self, catalog: Catalog, memory: MemoryTier, quotas: Mapping[str, int]) -> None:
+    `settle_uses` is called before a victim is chosen: the policies must know of all uses then.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        memory: MemoryTier,
+        quotas: Mapping[str, int],
+        settle_uses: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._settle_uses = settle_uses
         self._catalog = catalog
         self._memory = memory
         self._quotas = quotas
@@ -58,6 +68,8 @@ class Room:
         """Return the offsets of up to `count` ordinary slots, evicting for those that aren't free."""
         offsets = self._memory.allocate_many(slot_bytes, count)
         fruitless = 0
+        if len(offsets) < count:
+            self._settle_uses()
         while len(offsets) < count and fruitless < _ROUNDS_MAX:
             victims, before = self._victims.for_slots(slot_bytes, count - len(offsets)), len(offsets)
             if not victims.rows:
@@ -94,6 +106,7 @@ class Room:
         if quota is None:
             return count
         wanted_bytes = (taken + count) * tenancy.slot_bytes
+        self._settle_uses()
         while (over_bytes := self._catalog.charged_bytes(tenancy, Tier.CPU) + wanted_bytes - quota) > 0:
             over = -(-over_bytes // tenancy.slot_bytes)
             victims = self._victims.for_tenant(tenancy.tenant, over)

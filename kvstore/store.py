@@ -34,6 +34,7 @@ from kvstore.mover import Mover
 from kvstore.policy import POLICIES
 from kvstore.puts import PutLimits, Puts
 from kvstore.reads import ReadLimits, Reads
+from kvstore.recency import Behind
 from kvstore.restore import WarmStart, slots_for
 from kvstore.room import Room
 from kvstore.table import NO_SLOT, Tier
@@ -99,7 +100,8 @@ class Store:
             {tier: policy() for tier in tiers}, self._free_slot, clock.boottime_s, self.memory.is_transit
         )
         quotas = {tenant: sizes["cpu"] for tenant, sizes in settings.quotas.items() if "cpu" in sizes}
-        self.room = Room(self.catalog, self.memory, quotas)
+        self._uses: list[tuple[Sequence[int], Behind | None]] = []  # noted, and not told to the policies yet
+        self.room = Room(self.catalog, self.memory, quotas, self._settle_uses)
         self.mover = None if disk is None else Mover(
             self.catalog, self.memory, self.room, disk,
             capacity_bytes=settings.ssd_size_bytes, queue_bytes_max=settings.write_queue_bytes,
@@ -333,15 +335,19 @@ class Store:
     def block_bytes(self, row: int) -> int:
         return self.catalog.tenancies[self.catalog.table.namespace[row]].block_bytes
 
-    def note_use(self, rows: Sequence[int]) -> None:
-        """Note a use of blocks soon, when the answer at hand is on its way."""
+    def note_use(self, rows: Sequence[int], behind: Behind | None) -> None:
+        """Note a use of blocks soon, when the answer at hand is on its way; `behind`: what they continue."""
         if rows:
-            self._defer(lambda: self._use(rows))
+            self._uses.append((rows, behind))
+            if len(self._uses) == 1:
+                self._defer(self._settle_uses)
 
-    def _use(self, rows: Sequence[int]) -> None:
-        self.catalog.use(rows)
-        if self.mover is not None and self.settings.write_policy == "second-touch":
-            self.mover.demote(row for row in rows if self.catalog.table.residency[row] == Tier.CPU.bit)
+    def _settle_uses(self) -> None:
+        uses, self._uses = self._uses, []
+        for rows, behind in uses:
+            self.catalog.use(rows, behind)
+            if self.mover is not None and self.settings.write_policy == "second-touch":
+                self.mover.demote(row for row in rows if self.catalog.table.residency[row] == Tier.CPU.bit)
 
     def stored(self, rows: Sequence[int]) -> None:
         """New blocks were sealed: send them on as the write policy says."""

@@ -56,10 +56,8 @@ MISS_FIRST = 16
 MISS_REASONS = tuple(outcome for outcome in Outcome if outcome >= MISS_FIRST)
 
 U64 = Annotated[int, msgspec.Meta(ge=0)]
-Hashes = Annotated[
-    list[Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]], msgspec.Meta(max_length=KEYS_MAX)
-]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Hashes = Annotated[list[Digest], msgspec.Meta(max_length=KEYS_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -103,17 +101,21 @@ class Lookup(Message, frozen=True, tag=4):
 
 
 class Reserve(Message, frozen=True, tag=5):
-    """Asks for slots to write blocks to; `wait_s` is how long to wait for room (0: what finds none now is NO_ROOM)."""
+    """Asks for slots to write blocks to; `wait_s` is how long to wait for room (0: what finds none now is NO_ROOM).
+
+    `after`: the block before the first of these in their chain, where that came in a request before.
+    """
 
     ns: U64
     hashes: Hashes
     wait_s: Seconds = 0.0
+    after: Digest | None = None
 
 
 class Seal(Message, frozen=True, tag=6):
     """The blocks at positions `which` of a ticket are completely written (None: all granted ones).
 
-    `checksums` is parallel to `which`, or empty. `ttl_s` None: as Open says, 0: never expires. Ends these positions.
+    `checksums` is parallel to `which`, or empty. `ttl_s` None: as Open says, 0: never expires. `after`: as in Reserve.
     """
 
     ticket: U64
@@ -122,10 +124,11 @@ class Seal(Message, frozen=True, tag=6):
     ttl_s: Seconds | None = None
     durable: bool = False
     wait_s: Seconds = 10.0
+    after: Digest | None = None
 
 
 class Forfeit(Message, frozen=True, tag=7):
-    """The blocks at positions `which` of a ticket (None: all that are left) will not be written any more."""
+    """The blocks at positions `which` of a ticket (None: all left) will not be written any more."""
 
     ticket: U64
     which: Annotated[list[U64], msgspec.Meta(max_length=KEYS_MAX)] | None = None
@@ -137,7 +140,7 @@ class Acquire(Message, frozen=True, tag=8):
     `copying`: the client copies out at once; the lease has an end, and a key that doesn't fit now is answered LATER.
     Otherwise the lease is all or nothing and ends by release or exit (zero-copy views).
     `wait_s`: how long to wait for blocks that are being written or are not there yet. `max_ms`: load budget.
-    `count`: count these keys as queried; False where a lookup of the same request has counted them.
+    `count`: count these keys as queried; False where a lookup of the same use has counted them. `after`: as in Reserve.
     """
 
     ns: U64
@@ -149,6 +152,7 @@ class Acquire(Message, frozen=True, tag=8):
     max_ms: Seconds | None = None
     run: bool = False
     count: bool = True
+    after: Digest | None = None
 
 
 class Release(Message, frozen=True, tag=9):

@@ -160,6 +160,7 @@ class Fetch(Operation[FetchResult]):
             max_ms=self._max_ms,
             run=self._run,
             count=self._count,
+            after=self._hashes[positions[0] - 1] if positions[0] else None,
         )
         alone = not self._in_flight and not self.held
         self._in_flight.append(Window(positions, request.id, now, alone))

@@ -18,7 +18,7 @@ from kvclient._copy import pairs
 from kvclient._operations import MISSES, Progress, Space, check_outcomes, opened, put_outcome, remaining_s, settled
 from kvclient._session import Session
 from kvclient._steps import Copy, Operation, Send, Step, Steps, answer
-from kvclient._windows import Window, places_of, windows_of
+from kvclient._windows import Window, places_of, runs_of, windows_of
 from kvclient.results import StoreResult
 from kvclient.stats import ClientStats
 from kvstore import wire
@@ -26,6 +26,7 @@ from kvstore.errors import KVStoreError, LeaseExpired, RemoteProtocolError
 from kvstore.wire import Outcome
 
 _RESERVED = MISSES + bytes([Outcome.GRANTED, Outcome.PRESENT, Outcome.BUSY])
+_THERE = (0, Outcome.PRESENT, Outcome.SEALED, Outcome.DURABLE)  # 0: written, or about to be
 _SEALED = MISSES + bytes([Outcome.SEALED, Outcome.DURABLE, Outcome.PRESENT])
 
 
@@ -86,7 +87,9 @@ class Store(Operation[StoreResult]):
         self, session: Session, deadline_at: float, positions: Sequence[int]
     ) -> Generator[Step, Any, list[int]]:
         """Store `positions`; returns those that found no room and may find some now."""
-        queue = deque(windows_of(positions, self._space.block_bytes, session.welcome))
+        queue = deque(
+            window for run in runs_of(positions) for window in windows_of(run, self._space.block_bytes, session.welcome)
+        )
         refused: list[int] = []
         yield from self._reserve(session, deadline_at, queue)
         while self._in_flight:
@@ -116,9 +119,16 @@ class Store(Operation[StoreResult]):
         alone = not self._in_flight and not self._sealing
         now = session.now()
         wait_s = min(remaining_s(session, deadline_at), max(0.0, self._wait_until - now)) if alone else 0.0
-        request = wire.Reserve(session.next_id(), self._number, wanted, wait_s)
+        request = wire.Reserve(session.next_id(), self._number, wanted, wait_s, self._continued(positions[0]))
         self._in_flight.append(Window(positions, request.id, now, alone))
         yield Send([request])
+
+    def _continued(self, position: int) -> bytes | None:
+        """Return the nearest block before `position` that is there, as far as is known."""
+        for before in range(position - 1, -1, -1):
+            if self._outcomes[before] in _THERE:
+                return self._hashes[before]
+        return None
 
     def _granted(self, window: Window, reserved: wire.Reserved) -> Sequence[int]:
         """Note the outcomes of a Reserve; returns the places within the window that are to be written."""
@@ -160,6 +170,7 @@ class Store(Operation[StoreResult]):
             self._ttl_s,
             self._durable,
             remaining_s(session, deadline_at),
+            self._continued(window.positions[0]),
         )
         yield Send([seal])
         self._sealing.append(_Sealing(positions, seal.id, reserved.ticket))

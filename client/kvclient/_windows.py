@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvclient._pool import Mapping
 from kvstore import wire
@@ -43,6 +44,14 @@ def windows_of(positions: Sequence[int], block_bytes: int, welcome: wire.Welcome
     if _SPLIT_BLOCKS_MIN <= count <= step and count * block_bytes >= _SPLIT_BYTES_MIN:
         return [positions[: count // 4], positions[count // 4 :]]
     return [positions[start : start + step] for start in range(0, count, step)]
+
+
+def runs_of(positions: Sequence[int]) -> list[Sequence[int]]:
+    """Return `positions` cut where one is left out: a window that continues a chain has no gap."""
+    if positions[-1] - positions[0] == len(positions) - 1:
+        return [positions]
+    cuts = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
+    return [positions[start:end] for start, end in pairwise([0, *cuts, len(positions)])]
 
 
 def places_of(mapping: Mapping | None, offsets: Sequence[int], at: Sequence[int], block_bytes: int) -> list[int]:

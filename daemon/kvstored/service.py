@@ -205,7 +205,7 @@ class Service:
             raise UsageError("in strict mode blocks are written through an arena: connect with want_pool to get one")
         opening = connection.opening(request.ns)
         ticket, outcomes = self._store.puts.reserve(
-            connection.session, opening.tenancy, request.hashes, self._store.clock.monotonic_s()
+            connection.session, opening.tenancy, request.hashes, self._store.clock.monotonic_s(), after=request.after
         )
         ticket.ttl_s = opening.ttl_s
         reply = wire.Reserved(request.id, ticket.token, outcomes, ticket.offsets, self._settings.reservation_s)
@@ -227,8 +227,9 @@ class Service:
             if connection.session.over:
                 raise Closing("the connection is over")
             ticket, outcomes = store.puts.reserve(
-                connection.session, opening.tenancy, request.hashes, store.clock.monotonic_s(), again=True
-            )
+                connection.session, opening.tenancy, request.hashes, store.clock.monotonic_s(),
+                after=request.after, again=True,
+            )  # fmt: skip
             ticket.ttl_s = opening.ttl_s
             if Outcome.GRANTED in outcomes or Outcome.NO_ROOM not in outcomes or left_s <= 0:
                 return wire.Reserved(request.id, ticket.token, outcomes, ticket.offsets, self._settings.reservation_s)
@@ -244,7 +245,8 @@ class Service:
             raise UsageError(f"{len(request.checksums)} checksums for {len(which)} open positions: give one each")
         if ticket.arena is not None:
             return self._seal_copies(ticket, which, request)
-        result = self._store.puts.seal(ticket, which, request.checksums, _life_s(ticket, request))
+        life_s = _life_s(ticket, request)
+        result = self._store.puts.seal(ticket, which, request.checksums, life_s, after=request.after)
         self._store.stored(result.rows)
         if request.durable:
             return self._durable(ticket, which, result.outcomes, request)
@@ -293,7 +295,8 @@ class Service:
                     store.puts.free_copy(tenancy, slot)
         positions = [position for _, position, _ in copied]
         life_s = _life_s(ticket, request)
-        result = store.puts.seal(ticket, positions, sums, life_s, slots=[slot for _, _, slot in copied])
+        slots = [slot for _, _, slot in copied]
+        result = store.puts.seal(ticket, positions, sums, life_s, after=request.after, slots=slots)
         for (at, _, _), outcome in zip(copied, result.outcomes, strict=True):
             outcomes[at] = outcome
         store.stored(result.rows)

@@ -42,6 +42,13 @@ class Policy(Protocol):
         """Note that rows were used, in this order."""
         ...
 
+    def put_behind(self, rows: Sequence[int], anchor: int | None) -> None:
+        """Put rows of a lane, just used or admitted and given coldest first, next to `anchor` on its colder side.
+
+        They count as last used when it was. `anchor` None: they go to the cold end.
+        """
+        ...
+
     def renew(self, row: int, now: int, uses: int) -> None:
         """Take a row for just used, without counting it: its copy in a faster tier, which had these uses, has gone."""
         ...

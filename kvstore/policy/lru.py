@@ -48,6 +48,12 @@ class LeastRecentlyUsed:
             for row in rows:
                 self.use(row, now)
 
+    def put_behind(self, rows: Sequence[int], anchor: int | None) -> None:
+        if (used := self._queues.move_before(rows, anchor)) is not None:
+            last_use, used_at = self._last_use, self._last_use[used]
+            for row in rows:
+                last_use[row] = used_at
+
     def renew(self, row: int, now: int, uses: int) -> None:
         self.use(row, now)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 NOWHERE = 0xFFFF
 _END = -1
@@ -118,6 +119,25 @@ class RowQueues:
         newer[last] = row
         self.newest[queue] = row
 
+    def move_before(self, rows: Sequence[int], anchor: int | None) -> int | None:
+        """Move rows of one queue, in this order, to the old side of `anchor`; None: to the old end.
+
+        Returns the row that they stand before now; None if nothing was moved, because `anchor` is one of them or in
+        another queue, or there is no row but these.
+        """
+        queue = self.queue_of[rows[0]]
+        if anchor is None:
+            anchor = self.oldest[queue]
+        if self.queue_of[anchor] != queue or anchor in rows:
+            return None
+        newer = self.newer
+        if all(newer[row] == after for row, after in pairwise(rows)):
+            self._splice(rows[0], rows[-1], anchor)
+        else:
+            for row in rows:
+                self._splice(row, row, anchor)
+        return anchor
+
     def ends_with(self, rows: Sequence[int]) -> bool:
         """Return whether these rows, in this order, are the newest of one queue: then moving them changes nothing."""
         if not rows:
@@ -152,6 +172,27 @@ class RowQueues:
                 row = self.older[row]
             assert back == rows[::-1], f"queue {queue} reads differently from its two ends"
         assert sum(self.length) == sum(1 for queue in self.queue_of if queue != NOWHERE)
+
+    def _splice(self, first: int, last: int, anchor: int) -> None:
+        """Move the run from `first` to `last`, which does not hold `anchor`, to the old side of it."""
+        older, newer, queue = self.older, self.newer, self.queue_of[anchor]
+        before, after = older[first], newer[last]
+        if after == anchor:
+            return
+        if before == _END:
+            self.oldest[queue] = after
+        else:
+            newer[before] = after
+        if after == _END:
+            self.newest[queue] = before
+        else:
+            older[after] = before
+        before = older[anchor]
+        older[first], newer[last], older[anchor] = before, anchor, last
+        if before == _END:
+            self.oldest[queue] = first
+        else:
+            newer[before] = first
 
     def _grow(self, row: int) -> None:
         count = max(1024, len(self.queue_of) // 8, row + 1 - len(self.queue_of))

@@ -78,6 +78,15 @@ class ReuseClasses:
         for row in rows:
             self.use(row, now)
 
+    def put_behind(self, rows: Sequence[int], anchor: int | None) -> None:
+        by_class: dict[int, list[int]] = {}
+        for row in rows:
+            by_class.setdefault(_CLASS_OF_REUSES[self._reuses[row]], []).append(row)
+        for some in by_class.values():  # one of another class than the anchor's is ordered by its worth anyway
+            if (used := self._queues.move_before(some, anchor)) is not None:
+                for row in some:
+                    self._last_use[row] = self._last_use[used]
+
     def renew(self, row: int, now: int, uses: int) -> None:
         self._now = now
         self._last_use[row] = self._counted_at[row] = now

@@ -14,6 +14,7 @@ from kvstore.lease import Leases, Session
 from kvstore.lifecycle import Copy, Put
 from kvstore.policy import POLICIES
 from kvstore.puts import PutLimits, Puts, Ticket
+from kvstore.recency import Behind
 from kvstore.room import Room
 from kvstore.table import NO_SLOT, Tier
 from kvstore.tenancy import Tenancy
@@ -163,10 +164,10 @@ def core(
         leases = Leases(catalog, grantable // 2 if pinned_bytes_max is None else pinned_bytes_max)
         used: list[Sequence[int]] = []
 
-        def note_use(rows: Sequence[int]) -> None:
+        def note_use(rows: Sequence[int], behind: Behind | None) -> None:
             if rows:
                 used.append(rows)
-                catalog.use(rows)
+                catalog.use(rows, behind)
 
         limits = limits or PutLimits(grantable, grantable, RESERVATION_S)
         yield Core(clock, memory, catalog, room, leases, Puts(catalog, memory, room, limits, note_use), used)

@@ -106,6 +106,42 @@ def test_a_prefix_used_tail_first_loses_its_tail_first(policy: Policy) -> None:
     assert list(policy.coldest(0)) == prefix[::-1]
 
 
+def test_a_prefix_in_several_requests_loses_its_tail_first(policy: Policy) -> None:
+    prefix = list(range(12))
+    for part in (prefix[:4], prefix[4:8], prefix[8:]):
+        policy.admit_many(part[::-1], 0, 5, 0, [hash_of(row) for row in part[::-1]])
+        if part[0]:
+            policy.put_behind(part[::-1], part[0] - 1)
+    assert list(policy.coldest(0)) == prefix[::-1]
+    admit(policy, 50, now=70)  # another request comes between its windows
+    for part in (prefix[:4], prefix[4:8], prefix[8:]):
+        now = 700 + part[0]
+        policy.use_many(part[::-1], now)
+        if part[0]:
+            policy.put_behind(part[::-1], part[0] - 1)
+        if not part[0]:
+            admit(policy, 51, now=now)
+    order = list(policy.coldest(0))
+    assert order.index(50) < order.index(11), "the prompt was used since, all of it"
+    assert [row for row in order if row in prefix] == prefix[::-1]
+    assert {policy.last_use(row) for row in prefix} == {700}, "all of it when its head was"
+    policy.check_integrity()
+
+
+def test_what_is_of_no_use_goes_first(policy: Policy) -> None:
+    for row in range(4):
+        admit(policy, row, now=row)
+    policy.admit_many([8, 7], 0, 9, 0, [hash_of(8), hash_of(7)])
+    policy.put_behind([8, 7], None)
+    assert list(policy.coldest(0)) == [8, 7, 0, 1, 2, 3]
+    ranks = [policy.rank(row) for row in policy.coldest(0)]
+    assert ranks == sorted(ranks)
+    policy.put_behind([8, 7, 0, 1, 2, 3], None)  # there are no others
+    policy.put_behind([2], 2)
+    assert list(policy.coldest(0)) == [8, 7, 0, 1, 2, 3]
+    policy.check_integrity()
+
+
 # ---- models
 
 
@@ -122,6 +158,9 @@ class PolicyMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def used(self, row: int, *, counted: bool, uses: int) -> None:
+        raise NotImplementedError
+
+    def put(self, rows: list[int], anchor: int | None) -> None:
         raise NotImplementedError
 
     def removed(self, row: int) -> None:
@@ -178,6 +217,20 @@ class PolicyMachine(RuleBasedStateMachine):
         self.used(row, counted=False, uses=uses)
 
     @precondition(lambda self: self.lane_of)
+    @rule(picks=st.lists(st.integers(0, ROWS), min_size=1, max_size=5), pick=st.none() | st.integers(0, ROWS))
+    def put_behind(self, picks: list[int], pick: int | None) -> None:
+        there = sorted(self.lane_of)
+        anchor = None if pick is None else there[pick % len(there)]
+        lane = self.lane_of[there[picks[0] % len(there)] if anchor is None else anchor]
+        rows = [row for row in dict.fromkeys(there[each % len(there)] for each in picks) if self.lane_of[row] == lane]
+        self.policy.use_many(rows, self.now)
+        for row in rows:
+            self.used(row, counted=True, uses=0)
+        if rows:
+            self.policy.put_behind(rows, anchor)
+            self.put(rows, anchor)
+
+    @precondition(lambda self: self.lane_of)
     @rule(pick=st.integers(0, ROWS), coldest=st.booleans())
     def remove(self, pick: int, coldest: bool) -> None:
         row = sorted(self.lane_of)[pick % len(self.lane_of)]
@@ -196,6 +249,21 @@ class PolicyMachine(RuleBasedStateMachine):
             assert (row in self.policy) == (row in self.lane_of)
 
 
+def moved(last_use: dict[int, int], lane: list[int], rows: list[int], anchor: int | None) -> dict[int, int]:
+    """Return the order of use after `rows` of a `lane`, given in order, were put before `anchor`, or first of all."""
+    if anchor is None:
+        anchor = lane[0]
+    if anchor in rows or anchor not in lane:
+        return last_use
+    order: dict[int, int] = {}
+    for row, used in last_use.items():
+        if row == anchor:
+            order.update(dict.fromkeys(rows, used))
+        if row not in rows:
+            order[row] = used
+    return order
+
+
 class LruMachine(PolicyMachine):
     """One dict in the order of use."""
 
@@ -209,6 +277,9 @@ class LruMachine(PolicyMachine):
     def used(self, row: int, *, counted: bool, uses: int) -> None:
         del self.last_use[row]
         self.last_use[row] = self.now
+
+    def put(self, rows: list[int], anchor: int | None) -> None:
+        self.last_use = moved(self.last_use, list(self.expected(self.lane_of[rows[0]])), rows, anchor)
 
     def removed(self, row: int) -> None:
         del self.last_use[row]
@@ -248,6 +319,13 @@ class ReuseMachine(PolicyMachine):
         elif self.now - self.counted_at[row] >= SAME_USE_TICKS:
             self.reuses[row] = min(4, self.reuses[row] + 1)
             self.counted_at[row] = self.now
+
+    def put(self, rows: list[int], anchor: int | None) -> None:
+        for number in range(4):
+            own = [row for row in rows if self.class_of(row) == number]
+            lane = [r for r in self.last_use if self.lane_of[r] == self.lane_of[rows[0]] and self.class_of(r) == number]
+            if own:
+                self.last_use = moved(self.last_use, lane, own, anchor)
 
     def removed(self, row: int) -> None:
         self.remembered[self.key_of.pop(row)] = self.reuses.pop(row) + 1
@@ -320,6 +398,22 @@ class QueuesMachine(RuleBasedStateMachine):
             self.queues.refresh(row)
             self.lists[queue].remove(row)
             self.lists[queue].append(row)
+
+    @rule(queue=st.integers(0, 2), picks=st.lists(st.integers(0, 9), min_size=1), anchor=st.integers(-1, 30))
+    def move_before(self, queue: int, picks: list[int], anchor: int) -> None:
+        own = self.lists[queue]
+        rows = list(dict.fromkeys(own[pick % len(own)] for pick in picks)) if own else []
+        if not rows or (anchor >= 0 and self.queue_of(anchor) is None):
+            return
+        target = anchor if anchor >= 0 else own[0]
+        moved_to = self.queues.move_before(rows, None if anchor < 0 else anchor)
+        if target in rows or target not in own:
+            assert moved_to is None
+            return
+        assert moved_to == target
+        left = [row for row in own if row not in rows]
+        at = left.index(target)
+        self.lists[queue] = [*left[:at], *rows, *left[at:]]
 
     @rule(queue=st.integers(0, 2), count=st.integers(1, 5), shuffled=st.booleans())
     def look_at_the_end(self, queue: int, count: int, shuffled: bool) -> None:

@@ -93,8 +93,7 @@ def test_blocks_of_two_sizes_share_a_small_tier_and_the_drain_ends(short_dir: Pa
 
 @pytest.mark.parametrize("policy", ["through", "back"])
 def test_a_daemon_that_was_drained_goes_on_as_before(short_dir: Path, policy: str) -> None:
-    sizes = {"cpu": "64MiB", "ssd": "24MiB"}
-    with running(short_dir, "--write-policy", policy, **sizes) as daemon, daemon.client(timeout_s=PATIENT_S) as client:
+    with small_ssd(short_dir, policy) as daemon, daemon.client(timeout_s=PATIENT_S) as client:
         fill(client)
         client.report(wire.Drain(client.next_id(), PATIENT_S / 2))
         assert set(client.put(client.open(SPACE), keys(50, "new"), durable=True)) == {Outcome.DURABLE}
@@ -102,8 +101,8 @@ def test_a_daemon_that_was_drained_goes_on_as_before(short_dir: Path, policy: st
         client.check(verify=True)
 
 
-def small_ssd(directory: Path) -> contextlib.AbstractContextManager[Daemon]:
-    return running(directory, "--write-policy", "back", cpu="64MiB", ssd="24MiB")
+def small_ssd(directory: Path, policy: str = "back") -> contextlib.AbstractContextManager[Daemon]:
+    return running(directory, "--write-policy", policy, cpu="64MiB", ssd="24MiB")
 
 
 def fill(client: RawClient) -> None:
