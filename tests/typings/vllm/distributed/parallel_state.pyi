@@ -1,0 +1,6 @@
+class GroupCoordinator:
+    rank_in_group: int
+    world_size: int
+
+def get_pp_group() -> GroupCoordinator: ...
+def get_tp_group() -> GroupCoordinator: ...

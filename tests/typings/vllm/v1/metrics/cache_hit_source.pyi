@@ -1,0 +1,5 @@
+from enum import Enum
+
+class CacheHitSource(Enum):
+    HOST = "host"
+    DISK = "disk"
