@@ -146,7 +146,7 @@ def _read(kind: Kind, raw: bytes, members: Mapping[str, msgspec.Raw]) -> Ask:
         beams=_value(members, "use_beam_search") is True,
         max_tokens=_TOKENS_IF_SILENT[kind] if max_tokens is None else max_tokens,
         needs_whole_prompt=_value(members, "prompt_logprobs") is not None
-        or (_value(members, "echo") is True and _value(members, "logprobs") not in (None, False)),
+        or (_value(members, "echo") is True and type(_value(members, "logprobs")) is int),
     )
     salt = _text(members, "cache_salt")
     return Ask(
@@ -167,7 +167,7 @@ def _prompts(members: Mapping[str, msgspec.Raw]) -> tuple[Sequence[Prompt], int,
     """Return the prompts of a completion, their tokens, those of the longest, and whether all could be read."""
     given = _value(members, "prompt")
     listed: list[Any] = list(cast("Iterable[Any]", given)) if isinstance(given, list) else [given]
-    if listed and all(type(token) is int for token in listed):
+    if isinstance(given, list) and listed and all(type(token) is int for token in listed):
         listed = [listed]
     prompts: list[Prompt] = []
     for one in listed:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import uvloop
 
 from kvproxy.app import Served, running
 from kvproxy.settings import Settings, resolve
@@ -52,3 +54,18 @@ async def until(condition: Callable[[], object], what: str) -> None:
         while not condition():
             await asyncio.sleep(0.005)
     assert condition(), what
+
+
+def on_loop(scenario: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Turn a coroutine into a test that runs it on a loop of its own, the product's kind, within bounds."""
+
+    @functools.wraps(scenario)
+    def run(*arguments: Any, **named: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(2 * WITHIN_S):
+                await scenario(*arguments, **named)
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(bounded())
+
+    return run

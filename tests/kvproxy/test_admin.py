@@ -12,7 +12,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvproxy.admin import TOKEN_CHARS_MIN, TOKEN_VARIABLE, WORKERS_MAX, application, read_token
+from kvproxy.admin import TOKEN_CHARS_MIN, WORKERS_MAX, application, read_token
+from kvproxy.settings import TOKEN_VARIABLE
 from kvproxy.types import Endpoint, Role
 from kvproxy.workers import Fleet
 from kvstore.clock import ManualClock
