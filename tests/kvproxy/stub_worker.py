@@ -67,6 +67,8 @@ class Behaviour:
         The answer says keep-alive, and the connection is closed right behind it.
     padding_bytes : int
         Added to each answer.
+    body : bytes, optional
+        Sent instead of an answer that is no stream, or of a stream's first event.
     transfer : mapping, optional
         kv_transfer_params of answers that are no stream.
     health : int, optional
@@ -88,6 +90,7 @@ class Behaviour:
     closes_before_headers: bool = False
     closes_idle: bool = False
     padding_bytes: int = 0
+    body: bytes | None = None
     transfer: Mapping[str, Any] | None = None
     health: int | None = 200
     tokenizes: bool = True
@@ -320,7 +323,8 @@ class _Connection(asyncio.Protocol):
 
     async def _whole(self, seen: Seen, behaviour: Behaviour) -> None:
         told = _completion(seen, behaviour)
-        body = json.dumps(told).encode() + b" " * behaviour.padding_bytes
+        body = json.dumps(told).encode() if behaviour.body is None else behaviour.body
+        body += b" " * behaviour.padding_bytes
         head = _head(200, body, behaviour.content_type or "application/json", behaviour.headers)
         if behaviour.ending is Ending.WHOLE:
             await self._send(head)
@@ -339,6 +343,8 @@ class _Connection(asyncio.Protocol):
             if at == 1 and behaviour.between_tokens is not None:
                 await behaviour.between_tokens.wait()
             event = _event(seen, behaviour, token, is_last=at == len(behaviour.tokens) - 1)
+            if at == 0 and behaviour.body is not None:
+                event = behaviour.body
             if breaks_off and at == behaviour.whole_tokens:
                 if behaviour.ending is Ending.CUT_INSIDE_AN_EVENT:
                     await self._send(_chunk(event[: len(event) // 2]))
@@ -414,7 +420,7 @@ def _common(seen: Seen, kind: str) -> dict[str, Any]:
 
 
 def _completion(seen: Seen, behaviour: Behaviour) -> dict[str, Any]:
-    count = 1 if behaviour.transfer is not None else len(behaviour.tokens)
+    count = min(len(behaviour.tokens), int(seen.json.get("max_tokens") or len(behaviour.tokens)))
     text = "".join(behaviour.tokens[:count])
     usage = {"prompt_tokens": 5, "total_tokens": 5 + count, "completion_tokens": count}
     choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "stop_reason": None, "logprobs": None}

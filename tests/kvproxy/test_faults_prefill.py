@@ -1,0 +1,209 @@
+"""P fails, in every way there is: another P does it, else D alone, else a clear 503; and D never waits for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.kvproxy.proxy_fixture import Answer, Proxy, eventually, proxied, run
+from tests.kvproxy.stub_worker import Behaviour, Ending, StubWorker
+
+TRANSFER = "kv_transfer_params"
+GONE = None  # nobody listens
+FAULTS: dict[str, Behaviour | None] = {
+    "nobody listens": GONE,
+    "resets": Behaviour(resets_before_headers=True),
+    "closes": Behaviour(closes_before_headers=True),
+    "500": Behaviour(status=500),
+    "503": Behaviour(status=503),
+    "429": Behaviour(status=429),
+    "never answers": Behaviour(hangs=True),
+    "stops in its answer": Behaviour(ending=Ending.SILENT),
+    "breaks off its answer": Behaviour(ending=Ending.CUT_INSIDE_AN_EVENT),
+    "resets in its answer": Behaviour(ending=Ending.RESET),
+    "answers no JSON": Behaviour(body=b"<html>oops</html>", content_type="text/html"),
+    "answers a list": Behaviour(body=b"[]"),
+    "answers nothing": Behaviour(body=b""),
+    "has a huge header": Behaviour(headers=[("x-huge", "x" * 100_000)]),
+    "has a huge answer": Behaviour(padding_bytes=3 << 20),
+}
+# A process that was stopped: a P that answers /health may only be slow, and has its time.
+STOPPED = Behaviour(hangs=True, health=None)
+SHORT = ("--prefill-wait=2s", "--stall-timeout=4s")
+PATIENT = ("--stall-timeout=4s", "--probe-interval=100ms", "--probe-timeout=100ms")
+
+
+async def fail(stub: StubWorker, behaviour: Behaviour | None) -> None:
+    if behaviour is None:
+        await stub.refuse()
+    else:
+        stub.behaviour = behaviour
+
+
+def is_right(answer: Answer) -> bool:
+    return answer.status == 200 and answer.text == "Once upon a time" and not answer.cut
+
+
+def transfers(proxy: Proxy) -> list[object]:
+    return [seen.json.get(TRANSFER) for stub in proxy.decode for seen in stub.seen]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_without_any_p_that_works_d_does_it_alone_and_is_told_of_none(short_dir: Path, fault: str) -> None:
+    async def steps() -> None:
+        async with proxied(short_dir, *SHORT) as proxy:
+            await fail(proxy.prefill[0], FAULTS[fault])
+            for stream in (False, True):
+                assert is_right(await proxy.ask(stream=stream))
+            assert transfers(proxy) == [None, None]
+            await proxy.settled()
+            assert await proxy.metric("decisions_total", reason="prefill-lost", route="decode-only") == 2
+
+    run(steps())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_another_p_takes_over_and_d_is_told_of_that_one(short_dir: Path, fault: str) -> None:
+    async def steps() -> None:
+        async with proxied(short_dir, *PATIENT, p_count=2) as proxy:
+            broken, healthy = proxy.prefill
+            await fail(broken, {**FAULTS, "never answers": STOPPED}[fault])
+            for _ in range(4):
+                assert is_right(await proxy.ask())
+            for _ in range(60):  # until chance has sent one to the broken one
+                if broken.seen or await proxy.metric("legs_total", role="prefill", outcome="failed"):
+                    break
+                assert is_right(await proxy.ask())
+            else:
+                pytest.fail("the broken one was never tried")
+            answered = await proxy.metric("requests_total", status="200")
+            assert transfers(proxy) == [{"kvstored": {"source_node": "prefill-1"}}] * int(answered)
+            assert len(healthy.seen) == answered
+            await proxy.settled()
+
+    run(steps())
+
+
+@pytest.mark.parametrize("fault", ["nobody listens", "500", "never answers"])
+def test_by_policy_it_is_503_at_once_and_d_is_not_asked(short_dir: Path, fault: str) -> None:
+    async def steps() -> None:
+        async with proxied(short_dir, *SHORT, "--on-prefill-loss=503") as proxy:
+            await fail(proxy.prefill[0], FAULTS[fault])
+            answer = await proxy.ask(stream=True)
+            assert answer.status == 503
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert answer.error["message"]
+            assert not proxy.decode[0].seen
+            await proxy.settled()
+
+    run(steps())
+
+
+def test_what_p_refuses_as_a_bad_request_d_answers_itself_and_p_stays_in_use(short_dir: Path) -> None:
+    async def steps() -> None:
+        async with proxied(short_dir) as proxy:
+            proxy.prefill[0].behaviour = proxy.decode[0].behaviour = Behaviour(status=400)
+            for _ in range(10):
+                answer = await proxy.ask()
+                assert (answer.status, answer.error["message"]) == (400, "stub says 400")
+            assert len(proxy.prefill[0].seen) == 10, "4xx opened a circuit"
+            states = {worker["state"] for worker in (await proxy.workers()).values()}
+            assert states == {"closed"}
+            proxy.prefill[0].behaviour = proxy.decode[0].behaviour = Behaviour()
+            assert is_right(await proxy.ask())
+
+    run(steps())
+
+
+@pytest.mark.parametrize("policy", ["plain", "503"])
+def test_p_goes_and_comes_back_and_all_is_as_before_without_a_restart(short_dir: Path, policy: str) -> None:
+    async def steps() -> None:
+        async with proxied(short_dir, f"--on-prefill-loss={policy}") as proxy:
+            (p,) = proxy.prefill
+            told = {"kvstored": {"source_node": "prefill-0"}}
+            assert is_right(await proxy.ask())
+            await p.refuse()
+            opened = p.connection_count
+            for _ in range(20):
+                answer = await proxy.ask()
+                assert is_right(answer) if policy == "plain" else answer.status == 503
+            assert transfers(proxy) == [told, *[None] * (20 if policy == "plain" else 0)]
+            assert p.connection_count == opened
+            state = (await proxy.workers())[p.url]["state"]
+            assert state in ("open", "half_open")
+            await p.listen()
+            loop = asyncio.get_running_loop()
+            back_s = loop.time()
+
+            async def is_normal() -> bool:
+                return is_right(await proxy.ask()) and transfers(proxy)[-1] == told
+
+            await eventually(is_normal, "P is used again")
+            # 5 s on a machine that does nothing else; one that is busy gets six times that.
+            assert loop.time() - back_s < 30
+            assert (await proxy.workers())[p.url]["state"] == "closed"
+            assert await proxy.metric("breaker_opened_total", role="prefill") >= 1
+
+    run(steps())
+
+
+def test_a_p_that_accepts_and_does_nothing_is_found_out_long_before_the_deadline(short_dir: Path) -> None:
+    async def steps() -> None:
+        async with proxied(short_dir, "--probe-interval=100ms", "--probe-timeout=100ms") as proxy:
+            proxy.prefill[0].behaviour = STOPPED
+            assert is_right(await proxy.ask())  # within the client's patience, and not in ten minutes
+            assert transfers(proxy) == [None]
+            (seen,) = proxy.prefill[0].seen
+            async with asyncio.timeout(30):
+                await seen.cancelled.wait()
+
+    run(steps())
+
+
+def test_a_p_that_computes_for_long_and_answers_health_is_waited_for(short_dir: Path) -> None:
+    async def steps() -> None:
+        async with proxied(short_dir, "--probe-interval=50ms") as proxy:
+            (p,) = proxy.prefill
+            ready = asyncio.Event()
+            p.behaviour = Behaviour(before_headers=ready)
+            asking = asyncio.create_task(proxy.ask())
+
+            async def was_looked_at() -> bool:
+                return len([seen for seen in p.asides if seen.path == "/health"]) >= 5
+
+            await eventually(was_looked_at, "/health is asked")
+            assert not asking.done()
+            ready.set()
+            assert is_right(await asking)
+            assert transfers(proxy) == [{"kvstored": {"source_node": "prefill-0"}}]
+
+    run(steps())
+
+
+def test_a_kept_connection_that_p_has_closed_costs_one_safe_retry_and_no_fault(short_dir: Path) -> None:
+    async def steps() -> None:
+        async with proxied(short_dir) as proxy:
+            (p,) = proxy.prefill
+            p.behaviour = Behaviour(closes_idle=True)
+            for _ in range(20):
+                assert is_right(await proxy.ask())
+            assert len(p.seen) == 20
+            assert (await proxy.workers())[p.url]["state"] == "closed"
+            assert await proxy.metric("legs_total", role="prefill", outcome="failed") == 0
+
+    run(steps())
+
+
+def test_a_fleet_of_p_that_fails_is_not_asked_as_often_as_it_has_workers(short_dir: Path) -> None:
+    async def steps() -> None:
+        async with proxied(short_dir, p_count=4) as proxy:
+            for stub in proxy.prefill:
+                stub.behaviour = Behaviour(status=500)
+            for _ in range(5):
+                assert is_right(await proxy.ask())
+            asked = [seen.headers["x-request-id"] for stub in proxy.prefill for seen in stub.seen]
+            assert all(asked.count(identity) <= 2 for identity in asked), "one request, one more P"
+
+    run(steps())
