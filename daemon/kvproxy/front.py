@@ -107,9 +107,14 @@ class Front:
             response = refusal.response()
             response.headers[REQUEST_ID] = identity
             return response
-        except (asyncio.CancelledError, ClientGone):
+        except asyncio.CancelledError:
             self._parts.metrics.gone()
             raise
+        except ClientGone:
+            self._parts.metrics.gone()
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response(status=status)  # goes nowhere
         finally:
             self._running.discard(task)
             if not self._running:

@@ -25,7 +25,7 @@ from kvproxy.settings import Settings
 
 EVENT_BYTES_MAX = 4 << 20
 _END_OF_EVENT = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-_DONE = re.compile(rb"^data: ?\[DONE\]\s*$", re.MULTILINE)
+_DONE = re.compile(rb"(?:^|[\r\n])data: ?\[DONE\][ \t]*[\r\n]")
 
 
 class EventCutter:
@@ -92,7 +92,13 @@ class Opened:
             leg.good()
 
     async def relay(self, request: web.Request, request_id: str, metrics: Metrics) -> web.StreamResponse:
-        """Send the answer to its end, whatever becomes of D; returns what was sent."""
+        """Send the answer to its end, whatever becomes of D; returns what was sent.
+
+        Raises
+        ------
+        ClientGone
+            Nobody takes it.
+        """
         leg = self.leg
         headers = for_client(leg.headers, request_id)
         if self._is_whole:
@@ -100,14 +106,6 @@ class Opened:
         if self._cutter is not None:
             headers.setdefault("X-Accel-Buffering", "no")
         response = web.StreamResponse(status=leg.status, headers=headers)
-        try:
-            await self._send(request, response, metrics)
-        except ClientGone:
-            _cut_off(request)
-            raise
-        return response
-
-    async def _send(self, request: web.Request, response: web.StreamResponse, metrics: Metrics) -> None:
         await self._within(response.prepare(request))
         await self._within(response.write(self._head))
         try:
@@ -116,17 +114,18 @@ class Opened:
             metrics.cut(str(exc.fault))
             if self._cutter is None:
                 _cut_off(request)
-                return
+                return response
             failure = Refusal(502, "upstream_error", "stream-cut", f"the answer was cut short: {exc}")
             await self._within(response.write(failure.event()))
         await self._within(response.write_eof())
+        return response
 
     async def _rest(self, response: web.StreamResponse) -> None:
         while chunk := await self.leg.read():
             if events := self._cut(chunk) if self._cutter is not None else chunk:
                 await self._within(response.write(events))
         if self._cutter is not None and not self._cutter.is_done:
-            raise self.leg.unfit("the stream ended without [DONE]")
+            raise self.leg.unfit("the stream ended without its last event")
 
     def _cut(self, chunk: bytes) -> bytes:
         assert self._cutter is not None
