@@ -1,9 +1,10 @@
-"""The real kvproxy as a subprocess, with stub workers on this test's loop.
+"""The real kvproxy, with stub workers on this test's loop.
 
     async with proxied(short_dir, p_count=1, d_count=2) as proxy:
         answer = await proxy.ask(stream=True)
 
-At the end of the block the proxy is stopped by SIGTERM and must end with status 0, with no traceback in its log.
+`proxied` starts the command; at the end of the block it is stopped by SIGTERM and must end with status 0. `inside` runs
+the same on this test's loop, which takes milliseconds: for what is tried in dozens of ways. Neither may log an error.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import signal
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvproxy.app import running
+from kvproxy.settings import resolve
 from kvproxy.types import Role
-from tests.kvproxy.stub_worker import COMPLETIONS, MODEL, Behaviour, StubWorker
+from tests.kvproxy.stub_worker import COMPLETIONS, MODEL, StubWorker
 
 TOKEN = "a-token-for-the-admin-port"
 # Long for what happens in milliseconds, since the machine may be busy.
@@ -78,7 +82,7 @@ class Proxy:
     prefill: list[StubWorker]
     decode: list[StubWorker]
     session: aiohttp.ClientSession
-    arguments: list[str] = field(default_factory=list[str])
+    arguments: list[str]
     url: str = ""
     admin_url: str = ""
     process: asyncio.subprocess.Process | None = None
@@ -90,23 +94,25 @@ class Proxy:
     def log_text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
+    def flags(self) -> dict[str, str]:
+        """Return its settings; each worker is on a node of its own, so that D is told where P's blocks are."""
+        token = self.directory / "token"
+        token.write_text(TOKEN)
+        token.chmod(0o600)
+        given = {"listen": "127.0.0.1:0", "admin": "127.0.0.1:0", "admin-token-file": str(token)}
+        for role, stubs in (("prefill", self.prefill), ("decode", self.decode)):
+            if stubs:
+                given[role] = ",".join(f"{stub.url}#{role}-{number}" for number, stub in enumerate(stubs))
+        return given | dict(argument.removeprefix("--").split("=", 1) for argument in self.arguments)
+
     # ---- the process
 
     async def start(self) -> None:
         """Start it and return when it serves."""
-        token = self.directory / "token"
-        token.write_text(TOKEN)
-        token.chmod(0o600)
-        # Each on a node of its own, so that D is told where P's blocks are.
-        workers = [
-            f"--{role}={','.join(f'{stub.url}#{role}-{number}' for number, stub in enumerate(stubs))}"
-            for role, stubs in (("prefill", self.prefill), ("decode", self.decode))
-            if stubs
-        ]
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "kvproxy", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0",
-                f"--admin-token-file={token}", "--log-format=json", *workers, *self.arguments,
+                sys.executable, "-m", "kvproxy", "--log-format=json",
+                *(f"--{key}={value}" for key, value in self.flags().items()),
                 stdin=asyncio.subprocess.DEVNULL, stderr=log,
             )  # fmt: skip
         await eventually(self._is_ready, "the proxy serves")
@@ -215,16 +221,10 @@ async def eventually(condition: Callable[[], Awaitable[object]], what: str, *, w
 
 @asynccontextmanager
 async def proxied(
-    directory: Path, *arguments: str, p_count: int = 1, d_count: int = 1, behaviour: Behaviour | None = None
+    directory: Path, *arguments: str, p_count: int = 1, d_count: int = 1
 ) -> AsyncGenerator[Proxy, None]:
-    """Give a proxy that serves, with stub workers behind it."""
-    async with contextlib.AsyncExitStack() as stack:
-        prefill = [await stack.enter_async_context(StubWorker(Role.PREFILL, behaviour)) for _ in range(p_count)]
-        decode = [await stack.enter_async_context(StubWorker(Role.DECODE, behaviour)) for _ in range(d_count)]
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        timeout = aiohttp.ClientTimeout(total=2 * PATIENCE_S)
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-        proxy = Proxy(directory, prefill, decode, session, list(arguments))
+    """Give a proxy that serves, as a process of its own, with stub workers behind it."""
+    async with _with_workers(directory, arguments, p_count, d_count) as proxy:
         try:
             await proxy.start()
             yield proxy
@@ -235,7 +235,50 @@ async def proxied(
         finally:
             await proxy.kill()
         assert status == 0, f"the proxy ended with status {status}:\n{proxy.log_text()[-8000:]}"
-        assert "Traceback" not in proxy.log_text(), proxy.log_text()[-8000:]
+        errors = [line for line in proxy.log_text().splitlines() if "Traceback" in line or '"error"' in line]
+        assert not errors, "\n".join(errors)
+
+
+@asynccontextmanager
+async def inside(
+    directory: Path, *arguments: str, p_count: int = 1, d_count: int = 1
+) -> AsyncGenerator[Proxy, None]:
+    """Give a proxy that serves on this loop, with stub workers behind it."""
+    errors = _Errors()
+    logging.getLogger().addHandler(errors)
+    try:
+        async with _with_workers(directory, arguments, p_count, d_count) as proxy:
+            resolution = resolve({"drain-timeout": "1s", **proxy.flags()}, {})
+            assert resolution.settings is not None, resolution.faults
+            async with running(resolution.settings) as served:
+                assert served.admin_url is not None
+                proxy.url, proxy.admin_url = served.url, served.admin_url
+                yield proxy
+    finally:
+        logging.getLogger().removeHandler(errors)
+    assert not errors.told, "\n".join(errors.told)
+
+
+class _Errors(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(logging.Formatter().format(record))
+
+
+@asynccontextmanager
+async def _with_workers(
+    directory: Path, arguments: Sequence[str], p_count: int, d_count: int
+) -> AsyncGenerator[Proxy, None]:
+    async with contextlib.AsyncExitStack() as stack:
+        prefill = [await stack.enter_async_context(StubWorker(Role.PREFILL)) for _ in range(p_count)]
+        decode = [await stack.enter_async_context(StubWorker(Role.DECODE)) for _ in range(d_count)]
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=2 * PATIENCE_S)
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
+        yield Proxy(directory, prefill, decode, session, list(arguments))
 
 
 def run(steps: Coroutine[Any, Any, None]) -> None:

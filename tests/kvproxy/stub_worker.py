@@ -53,6 +53,8 @@ class Behaviour:
         Of the answer; a status other than 200 brings an error body like vLLM's.
     before_headers : asyncio.Event, optional
         Held back until it is set.
+    before_body : asyncio.Event, optional
+        The headers of a stream are sent, its first event is held back until it is set.
     between_tokens : asyncio.Event, optional
         After the first token, the others are held back until it is set.
     tokens : sequence
@@ -81,6 +83,7 @@ class Behaviour:
     headers: Sequence[tuple[str, str]] = ()
     content_type: str | None = None
     before_headers: asyncio.Event | None = None
+    before_body: asyncio.Event | None = None
     between_tokens: asyncio.Event | None = None
     tokens: Sequence[str] = ("Once", " upon", " a", " time")
     ending: Ending = Ending.WHOLE
@@ -338,6 +341,8 @@ class _Connection(asyncio.Protocol):
         lines = ["HTTP/1.1 200 OK", f"content-type: {content_type}", "transfer-encoding: chunked"]
         lines += [f"{name}: {value}" for name, value in behaviour.headers]
         await self._send("\r\n".join([*lines, "", ""]).encode("latin-1"))
+        if behaviour.before_body is not None:
+            await behaviour.before_body.wait()
         breaks_off = behaviour.ending not in (Ending.WHOLE, Ending.WITHOUT_DONE)
         for at, token in enumerate(behaviour.tokens):
             if at == 1 and behaviour.between_tokens is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kvproxy.proxy_fixture import Answer, Proxy, eventually, proxied, run
+from tests.kvproxy.proxy_fixture import Answer, Proxy, eventually, inside, proxied, run
 from tests.kvproxy.stub_worker import Behaviour, Ending, StubWorker
 
 TRANSFER = "kv_transfer_params"
@@ -53,7 +53,7 @@ def transfers(proxy: Proxy) -> list[object]:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_without_any_p_that_works_d_does_it_alone_and_is_told_of_none(short_dir: Path, fault: str) -> None:
     async def steps() -> None:
-        async with proxied(short_dir, *SHORT) as proxy:
+        async with inside(short_dir, *SHORT) as proxy:
             await fail(proxy.prefill[0], FAULTS[fault])
             for stream in (False, True):
                 assert is_right(await proxy.ask(stream=stream))
@@ -67,7 +67,7 @@ def test_without_any_p_that_works_d_does_it_alone_and_is_told_of_none(short_dir:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_another_p_takes_over_and_d_is_told_of_that_one(short_dir: Path, fault: str) -> None:
     async def steps() -> None:
-        async with proxied(short_dir, *PATIENT, p_count=2) as proxy:
+        async with inside(short_dir, *PATIENT, p_count=2) as proxy:
             broken, healthy = proxy.prefill
             await fail(broken, {**FAULTS, "never answers": STOPPED}[fault])
             for _ in range(4):
@@ -89,7 +89,7 @@ def test_another_p_takes_over_and_d_is_told_of_that_one(short_dir: Path, fault: 
 @pytest.mark.parametrize("fault", ["nobody listens", "500", "never answers"])
 def test_by_policy_it_is_503_at_once_and_d_is_not_asked(short_dir: Path, fault: str) -> None:
     async def steps() -> None:
-        async with proxied(short_dir, *SHORT, "--on-prefill-loss=503") as proxy:
+        async with inside(short_dir, *SHORT, "--on-prefill-loss=503") as proxy:
             await fail(proxy.prefill[0], FAULTS[fault])
             answer = await proxy.ask(stream=True)
             assert answer.status == 503
@@ -103,7 +103,7 @@ def test_by_policy_it_is_503_at_once_and_d_is_not_asked(short_dir: Path, fault: 
 
 def test_what_p_refuses_as_a_bad_request_d_answers_itself_and_p_stays_in_use(short_dir: Path) -> None:
     async def steps() -> None:
-        async with proxied(short_dir) as proxy:
+        async with inside(short_dir) as proxy:
             proxy.prefill[0].behaviour = proxy.decode[0].behaviour = Behaviour(status=400)
             for _ in range(10):
                 answer = await proxy.ask()
@@ -151,7 +151,7 @@ def test_p_goes_and_comes_back_and_all_is_as_before_without_a_restart(short_dir:
 
 def test_a_p_that_accepts_and_does_nothing_is_found_out_long_before_the_deadline(short_dir: Path) -> None:
     async def steps() -> None:
-        async with proxied(short_dir, "--probe-interval=100ms", "--probe-timeout=100ms") as proxy:
+        async with inside(short_dir, "--probe-interval=100ms", "--probe-timeout=100ms") as proxy:
             proxy.prefill[0].behaviour = STOPPED
             assert is_right(await proxy.ask())  # within the client's patience, and not in ten minutes
             assert transfers(proxy) == [None]
@@ -164,7 +164,7 @@ def test_a_p_that_accepts_and_does_nothing_is_found_out_long_before_the_deadline
 
 def test_a_p_that_computes_for_long_and_answers_health_is_waited_for(short_dir: Path) -> None:
     async def steps() -> None:
-        async with proxied(short_dir, "--probe-interval=50ms") as proxy:
+        async with inside(short_dir, "--probe-interval=50ms") as proxy:
             (p,) = proxy.prefill
             ready = asyncio.Event()
             p.behaviour = Behaviour(before_headers=ready)
@@ -184,7 +184,7 @@ def test_a_p_that_computes_for_long_and_answers_health_is_waited_for(short_dir: 
 
 def test_a_kept_connection_that_p_has_closed_costs_one_safe_retry_and_no_fault(short_dir: Path) -> None:
     async def steps() -> None:
-        async with proxied(short_dir) as proxy:
+        async with inside(short_dir) as proxy:
             (p,) = proxy.prefill
             p.behaviour = Behaviour(closes_idle=True)
             for _ in range(20):
@@ -198,7 +198,7 @@ def test_a_kept_connection_that_p_has_closed_costs_one_safe_retry_and_no_fault(s
 
 def test_a_fleet_of_p_that_fails_is_not_asked_as_often_as_it_has_workers(short_dir: Path) -> None:
     async def steps() -> None:
-        async with proxied(short_dir, p_count=4) as proxy:
+        async with inside(short_dir, p_count=4) as proxy:
             for stub in proxy.prefill:
                 stub.behaviour = Behaviour(status=500)
             for _ in range(5):
