@@ -427,8 +427,9 @@ class Mover:
     async def register(self, tenancy: Tenancy) -> int:
         """Return the number the ssd tier knows a namespace by; durable there before this returns."""
         if tenancy.disk_number is None:
-            number = await self._disk.add_namespace(tenancy.tenant, tenancy.namespace.encode(), tenancy.ttl_s)
-            tenancy.disk_number = number
+            tenancy.disk_number = await self._disk.add_namespace(
+                tenancy.tenant, tenancy.namespace.encode(), tenancy.ttl_s, tenancy.epoch
+            )
         # Whatever failed before: no record may be durable under an epoch that would be unknown after a crash.
         while self._disk.epoch_of(tenancy.disk_number) < tenancy.epoch:
             await self._disk.set_epoch(tenancy.disk_number, tenancy.epoch)

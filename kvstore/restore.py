@@ -39,6 +39,7 @@ class WarmStart:
         self._placed = 0  # so many of these addresses are in order
         self._since = catalog.tick()
         tenancies = self._namespaces()
+        catalog.namespaces.epoch_floor = disk.epoch_floor
         records = self._disk.take_records()
         if not _are_current(records, tenancies):
             records, self.stale = _current(records, tenancies)

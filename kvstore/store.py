@@ -262,6 +262,7 @@ class Store:
                 addresses.extend([slots[row] async for row in in_portions(policy, lane, len(self.catalog.table))])
         try:
             await self.disk.checkpoint(addresses)
+            await self.disk.tidy_namespaces()
         except KVStoreError as exc:
             log.warning("checkpoint failed: %s", exc)
         for address in self.disk.take_lost():
@@ -429,8 +430,13 @@ class Store:
         for tenancy in tenancies:
             dropped += self.catalog.drop_all(tenancy)
             self.puts.drop_all(tenancy)
-        if self.disk is not None:
-            await self.disk.set_epochs({t.disk_number: t.epoch for t in tenancies if t.disk_number is not None})
+            tenancy.begin_use()
+        try:
+            if self.disk is not None:
+                await self.disk.set_epochs({t.disk_number: t.epoch for t in tenancies if t.disk_number is not None})
+        finally:
+            for tenancy in tenancies:
+                tenancy.end_use()
         return dropped
 
     # ---- the inside

@@ -4,7 +4,8 @@ Invariants
 1. There is one tenancy for a tenant's namespace, and all slices of a group know each other.
 2. What is made for engines is bounded: namespaces in all and a tenant, slices a group, sizes of blocks.
 3. A number is given to another namespace only when no block, ticket or connection knows the former one, and with it
-   nothing durable is lost: an epoch above 0 and a life that was set are remembered.
+   nothing is lost: a life that was set is remembered, and none begins below the epoch of one that was forgotten.
+4. A lane is given to another size or tenant only when no namespace, and so no block, stands in it.
 """
 
 from __future__ import annotations
@@ -81,17 +82,20 @@ class Tenancies:
 
     def __init__(self, tiers: tuple[Tier, ...]) -> None:
         self.by_number: list[Tenancy] = []
-        self.lanes: list[tuple[int, str, Tier]] = []  # lane -> slot size, tenant, tier
+        self.lanes: list[tuple[int, str, Tier]] = []  # lane -> slot size, tenant, tier; empty ones as they were last
+        self.epoch_floor = 0
         self.forgotten: dict[str, NamespaceCounters] = {}  # what was counted of forgotten ones, by tenant
         self._tiers = tiers
         self._by_identity: dict[tuple[str, bytes], Tenancy] = {}
         self._by_digest: dict[bytes, list[Tenancy]] = {}
         self._groups: dict[tuple[str, bytes], list[Tenancy]] = {}
         self._lane_numbers: dict[tuple[int, str, Tier], int] = {}
+        self._lane_namespaces: list[int] = []  # how many stand in each lane
+        self._free_lanes: list[int] = []
         self._tenant_namespaces: dict[str, int] = {}
         self._tenant_lanes: dict[str, int] = {}
         self._free_numbers: list[int] = []
-        self._remembered: dict[tuple[str, bytes], tuple[int, float, int | None]] = {}  # epoch, life, number on disk
+        self._remembered: dict[tuple[str, bytes], tuple[float, int | None]] = {}  # life, number on disk
 
     def __len__(self) -> int:
         return len(self._by_identity)
@@ -124,11 +128,19 @@ class Tenancies:
             )
         new = sum((slots[tier], tenant, tier) not in self._lane_numbers for tier in self._tiers)
         own = self._tenant_lanes.get(tenant, 0)
-        if new and (len(self.lanes) + new > LANES_MAX or own + new > TENANT_LANES_MAX):
+        used = len(self._lane_numbers)
+        if new and (used + new > LANES_MAX or own + new > TENANT_LANES_MAX):
             raise Backpressure(
-                f"blocks have {len(self.lanes)} sizes by tenant and tier, {own} of them this tenant's; there may be "
-                f"{LANES_MAX} and {TENANT_LANES_MAX}: use few block sizes; a restart forgets those not stored any more"
+                f"blocks have {used} sizes by tenant and tier, {own} of them this tenant's; there may be {LANES_MAX} "
+                f"and {TENANT_LANES_MAX}: use few block sizes; those of empty namespaces that nobody uses become free "
+                "soon"
             )
+
+    @property
+    def lanes_are_scarce(self) -> bool:
+        """Whether so many lanes are taken, in all or by one tenant, that empty namespaces should not keep theirs."""
+        own = max(self._tenant_lanes.values(), default=0)
+        return len(self._lane_numbers) > LANES_MAX // 2 or own > TENANT_LANES_MAX // 2
 
     def tenancy(self, tenant: str, namespace: Namespace, slots: Mapping[Tier, int], ttl_s: float = 0.0) -> Tenancy:
         """Return the one of a tenant's namespace, made at first use; `slots`: what a block takes in each tier."""
@@ -139,10 +151,10 @@ class Tenancies:
         siblings = self._groups.setdefault((tenant, namespace.group_digest), [])
         lanes = {tier: self._lane(slots[tier], tenant, tier) for tier in self._tiers}
         number = self._free_numbers.pop() if self._free_numbers else len(self.by_number)
-        made = Tenancy(number, tenant, namespace, slots, lanes, siblings, ttl_s=ttl_s)
+        made = Tenancy(number, tenant, namespace, slots, lanes, siblings, epoch=self.epoch_floor, ttl_s=ttl_s)
         made.blocks = dict.fromkeys(self._tiers, 0)
         if identity in self._remembered:
-            made.epoch, made.ttl_s, made.disk_number = self._remembered.pop(identity)
+            made.ttl_s, made.disk_number = self._remembered.pop(identity)
         if number < len(self.by_number):
             self.by_number[number] = made
         else:
@@ -153,19 +165,25 @@ class Tenancies:
         self._tenant_namespaces[tenant] = self._tenant_namespaces.get(tenant, 0) + 1
         return made
 
-    def forget(self, idle: Iterable[Tenancy], named: Collection[int], usual_ttl_s: float) -> int:
-        """Forget those that are idle and whose number is not among `named`; return how many that were.
+    def forget(self, idle: Iterable[Tenancy], named: Collection[int], usual_ttl_s: float) -> tuple[int, list[int]]:
+        """Forget those that are idle and whose number is not among `named`.
 
         `named` must hold the numbers of all that rows of the table, tickets and waiters belong to. `usual_ttl_s` is the
-        life that need not be remembered.
+        life that need not be remembered. Returns how many were forgotten, and the numbers that the ssd tier knows those
+        by of which nothing has to be remembered.
         """
-        count = 0
+        count, disk_numbers = 0, list[int]()
         for tenancy in idle:
             identity = (tenancy.tenant, tenancy.namespace.digest)
             if not tenancy.is_idle or tenancy.number in named or self._by_identity.get(identity) is not tenancy:
                 continue
-            if tenancy.epoch or tenancy.ttl_s != usual_ttl_s:
-                self._remembered[identity] = (tenancy.epoch, tenancy.ttl_s, tenancy.disk_number)
+            self.epoch_floor = max(self.epoch_floor, tenancy.epoch)
+            if tenancy.ttl_s != usual_ttl_s:
+                self._remembered[identity] = (tenancy.ttl_s, tenancy.disk_number)
+            elif tenancy.disk_number is not None:
+                disk_numbers.append(tenancy.disk_number)
+            for lane in tenancy.lanes.values():
+                self._leave_lane(lane)
             self.forgotten.setdefault(tenancy.tenant, NamespaceCounters()).add(tenancy.counters)
             del self._by_identity[identity]
             _remove(self._by_digest, tenancy.namespace.digest, tenancy)
@@ -173,15 +191,29 @@ class Tenancies:
             self._tenant_namespaces[tenancy.tenant] -= 1
             self._free_numbers.append(tenancy.number)
             count += 1
-        return count
+        return count, disk_numbers
 
     def _lane(self, slot_bytes: int, tenant: str, tier: Tier) -> int:
         key = (slot_bytes, tenant, tier)
         if key not in self._lane_numbers:
-            self._lane_numbers[key] = len(self.lanes)
-            self.lanes.append(key)
             self._tenant_lanes[tenant] = self._tenant_lanes.get(tenant, 0) + 1
+            if self._free_lanes:
+                self._lane_numbers[key] = self._free_lanes.pop()
+                self.lanes[self._lane_numbers[key]] = key
+            else:
+                self._lane_numbers[key] = len(self.lanes)
+                self.lanes.append(key)
+                self._lane_namespaces.append(0)
+        self._lane_namespaces[self._lane_numbers[key]] += 1
         return self._lane_numbers[key]
+
+    def _leave_lane(self, lane: int) -> None:
+        self._lane_namespaces[lane] -= 1
+        if not self._lane_namespaces[lane]:
+            del self._lane_numbers[self.lanes[lane]]
+            tenant = self.lanes[lane][1]
+            self._tenant_lanes[tenant] -= 1
+            self._free_lanes.append(lane)
 
 
 def _remove(lists: dict[_K, list[Tenancy]], key: _K, tenancy: Tenancy) -> None:

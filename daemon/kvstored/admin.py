@@ -150,8 +150,12 @@ class Admin:
         tenancies = self._named(request.namespace)
         for tenancy in tenancies:
             tenancy.ttl_s = request.ttl_s
-            if self._store.disk is not None and tenancy.disk_number is not None:
-                await self._store.disk.set_ttl(tenancy.disk_number, request.ttl_s)
+            tenancy.begin_use()
+            try:
+                if self._store.disk is not None and tenancy.disk_number is not None:
+                    await self._store.disk.set_ttl(tenancy.disk_number, request.ttl_s)
+            finally:
+                tenancy.end_use()
         return wire.Done(request.id, len(tenancies))
 
     async def _lived(self, request: wire.Ttl) -> wire.Message:

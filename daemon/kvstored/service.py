@@ -19,7 +19,7 @@ from typing import Any
 from kvstore import __version__, wire
 from kvstore.block import Namespace
 from kvstore.checksum import checksum
-from kvstore.errors import Closing, UsageError
+from kvstore.errors import Closing, KVStoreError, UsageError
 from kvstore.forgetting import forget_idle
 from kvstore.lease import Session
 from kvstore.lifecycle import Put
@@ -120,22 +120,26 @@ class Service:
         namespace = Namespace.decode(request.namespace)
         store = self._store
         store.check_fits(namespace)
+        self._forget_in_time()
         tenancy = store.tenancy(connection.session.tenant, namespace)
         ns = connection.open(Opening(tenancy, request.ttl_s or None))
-        self._forget_in_time()
         return wire.Opened(request.id, ns, tenancy.epoch, namespace.block_bytes)
 
     def _forget_in_time(self) -> None:
-        """Where many namespaces are known, look for those to forget: now and then, not at every Open."""
-        now_s = self._store.clock.monotonic_s()
-        if len(self._store.catalog.namespaces) > IDLE_KEPT and now_s >= self._forget_at_s:
+        """Where many namespaces or sizes are known, look for those to forget: now and then, not at every Open."""
+        now_s, namespaces = self._store.clock.monotonic_s(), self._store.catalog.namespaces
+        if (len(namespaces) > IDLE_KEPT or namespaces.lanes_are_scarce) and now_s >= self._forget_at_s:
             self._forget_at_s = now_s + FORGET_EVERY_S
             self._node.spawn(self._forget())
 
     async def _forget(self) -> None:
         store = self._store
         await asyncio.sleep(FORGET_EVERY_S / 2)  # those that were just used are about to be closed
-        forgotten = await forget_idle(store.catalog, store.puts, store.settings.ttl_s)
+        try:
+            forgotten = await forget_idle(store.catalog, store.puts, store.settings.ttl_s, store.disk)
+        except KVStoreError as exc:
+            log.warning("forgotten namespaces are on ssd still", extra=fields(why=str(exc)))
+            return
         if forgotten:
             log.info("namespaces forgotten", extra=fields(count=forgotten, left=len(store.catalog.namespaces)))
 

@@ -26,7 +26,6 @@ import logging
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -39,6 +38,7 @@ from kvstore.tiers.disk_check import DiskCheck
 from kvstore.tiers.disk_commit import GroupCommit, Place
 from kvstore.tiers.disk_health import Health
 from kvstore.tiers.disk_io import BlockCorrupt, BlockIO
+from kvstore.tiers.disk_namespaces import Namespaces
 from kvstore.tiers.disk_open import Found, open_directory
 from kvstore.tiers.disk_records import Columns, DiskNamespace, DiskPin, DiskRead, DiskUsage, DiskWrite, SegmentUsage
 from kvstore.tiers.disk_slots import Slots
@@ -128,13 +128,11 @@ class DiskTier:
         self._space = found.space
         self._files = found.files
         self._columns: Columns | None = found.columns
-        self._namespaces = found.namespaces
         self._pins = found.pins
         self._checksum_failures = 0
         self._corrupt_logged_at_s = float("-inf")
         self._closing = False
         self._writes: set[asyncio.Task[list[Outcome]]] = set()
-        self._registering = asyncio.Lock()
         self._io_threads = io_threads
         self._read_threads = ThreadPoolExecutor(io_threads, "kvstored-ssd-read")
         self._health = Health(clock, str(found.directory))
@@ -152,6 +150,7 @@ class DiskTier:
             on_sync_failed=self._segment_failed,
             on_deleted=self._deleted,
         )
+        self._namespaces = Namespaces(found.namespaces, found.index.epoch_floor, self._change)
         self._writer = Writer(
             found.space,
             self._slots,
@@ -197,7 +196,7 @@ class DiskTier:
 
     def namespaces(self) -> list[DiskNamespace]:
         """Return every namespace the directory knows."""
-        return list(self._namespaces.values())
+        return self._namespaces.known()
 
     def pins(self) -> list[DiskPin]:
         """Return every operator's pin, ended ones too."""
@@ -348,28 +347,17 @@ class DiskTier:
         places = {(self.segment_of(address), address): at for address, at in expiries_s.items()}
         await self._change(Changes(expiries_s={place: time.to_directory_s(at) for place, at in places.items()}))
 
-    async def add_namespace(self, tenant: str, encoded: bytes, ttl_s: float = 0.0) -> int:
-        """Return the number of a namespace, durably registered; the same one has the same number for ever."""
-        async with self._registering:  # across I/O, so that a number is handed out only once it is durable
-            for known in self._namespaces.values():
-                if known.tenant == tenant and known.encoded == encoded:
-                    return known.number
-            number = max(self._namespaces, default=0) + 1
-            await self._set_namespaces([DiskNamespace(number, tenant, encoded, ttl_s=ttl_s)])
-            return number
+    async def add_namespace(self, tenant: str, encoded: bytes, ttl_s: float = 0.0, epoch: int = 0) -> int:
+        """Return the number of a namespace, durably registered; until it is forgotten it keeps number and epoch."""
+        return await self._namespaces.add(tenant, encoded, ttl_s, epoch)
 
     async def set_epochs(self, epochs: Mapping[int, int]) -> None:
         """Set, durably and all in one, the epochs of namespaces; an epoch never goes back."""
-        async with self._registering:  # across I/O, so that two changes of one namespace don't undo each other
-            changed = [
-                replace(self._namespaces[number], epoch=max(epoch, self._namespaces[number].epoch))
-                for number, epoch in epochs.items()
-            ]
-            await self._set_namespaces(changed)
+        await self._namespaces.set_epochs(epochs)
 
     def epoch_of(self, number: int) -> int:
         """Return the epoch of a namespace that is durable."""
-        return self._namespaces[number].epoch
+        return self._namespaces.epoch_of(number)
 
     async def set_epoch(self, number: int, epoch: int) -> None:
         """Set, durably, the epoch of a namespace. Records of older epochs stay until they are forgotten."""
@@ -377,8 +365,20 @@ class DiskTier:
 
     async def set_ttl(self, number: int, ttl_s: float) -> None:
         """Set, durably, the default life of a namespace's blocks; 0: the daemon's default."""
-        async with self._registering:  # across I/O, as above
-            await self._set_namespaces([replace(self._namespaces[number], ttl_s=ttl_s)])
+        await self._namespaces.set_ttl(number, ttl_s)
+
+    def forget_namespaces(self, numbers: Iterable[int]) -> None:
+        """Know these namespaces, of which nothing is left, no more from now on; `tidy_namespaces` follows."""
+        self._namespaces.forget(numbers)
+
+    async def tidy_namespaces(self) -> None:
+        """Delete the rows of forgotten namespaces; raises TierUnavailable if that has to be tried again."""
+        await self._namespaces.tidy()
+
+    @property
+    def epoch_floor(self) -> int:
+        """No namespace that begins now may have an epoch below this one."""
+        return self._namespaces.epoch_floor
 
     async def put_pins(self, pins: Iterable[DiskPin]) -> None:
         """Keep operators' pins, durably."""
@@ -394,14 +394,9 @@ class DiskTier:
         for key in gone:
             self._pins.pop(key, None)
 
-    async def _set_namespaces(self, namespaces: list[DiskNamespace]) -> None:
-        new = {namespace.number: namespace for namespace in namespaces}
-        await self._change(Changes(namespaces=new))
-        self._namespaces.update(new)
-
-    async def _change(self, changes: Changes) -> None:
+    def _change(self, changes: Changes) -> asyncio.Future[None]:
         self._check_open()
-        await self._commit.change(changes)
+        return self._commit.change(changes)
 
     async def checkpoint(self, addresses_coldest_first: array[int]) -> None:
         """Keep the order of recency for a restart, and look whether the segments are still there.

@@ -144,6 +144,7 @@ class GroupCommit:
         group.segments.update(changes.segments)
         group.expiries_s.update(changes.expiries_s)
         group.namespaces.update(changes.namespaces)
+        group.epoch_floor = max(group.epoch_floor, changes.epoch_floor)
         group.pins.update(changes.pins)
         return self._waiter()
 

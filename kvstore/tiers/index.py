@@ -8,6 +8,7 @@
     `namespaces`  number u32 BE                     MessagePack [tenant, canonical encoding, epoch, default ttl_s]
     `pins`        namespace u32 BE | hash 32 B      end f64
     `meta`        "format" "directory" "chunk"      u32 BE | 16 random bytes | u64 BE
+                  "epochs"                          u64 BE: no new namespace begins below this epoch
                   "clock"                           an Anchor
 
 Little-endian where BE is not said. A segment is named by its first chunk, an address counts bytes in the
@@ -97,7 +98,8 @@ class Changes:
     segments: dict[int, SegmentShape | None] = field(default_factory=dict[int, SegmentShape | None])  # None: remove
     puts: list[tuple[int, int, bytes]] = field(default_factory=list[tuple[int, int, bytes]])  # segment, address, record
     expiries_s: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
-    namespaces: dict[int, DiskNamespace] = field(default_factory=dict[int, DiskNamespace])
+    namespaces: dict[int, DiskNamespace | None] = field(default_factory=dict[int, DiskNamespace | None])
+    epoch_floor: int = 0  # 0: as it is
     pins: dict[tuple[int, bytes], float | None] = field(default_factory=dict[tuple[int, bytes], float | None])
 
     def __bool__(self) -> bool:
@@ -184,6 +186,7 @@ class Index:
             raise BadRecord(f"the ssd index in {self._path} lacks its own description: {_START_EMPTY}")
         self.directory_id = directory_id
         self.chunk_bytes = int(_WORD.unpack(chunk)[0])
+        self.epoch_floor = int(_WORD.unpack(txn.get(b"epochs", bytes(_WORD.size), db=self._meta))[0])
         clock = txn.get(b"clock", db=self._meta)
         self.anchor = None if clock is None else Anchor.unpack(clock)
 
@@ -301,7 +304,12 @@ class Index:
             if found := _seek(cursor, segment, address):
                 cursor.delete()
                 cursor.put(_WORD.pack(segment), found[:_EXPIRY_AT] + _F64.pack(expiry_s))
+        if changes.epoch_floor:
+            txn.put(b"epochs", _WORD.pack(changes.epoch_floor), db=self._meta)
         for number, namespace in changes.namespaces.items():
+            if namespace is None:
+                txn.delete(_NUMBER.pack(number), db=self._namespaces)
+                continue
             row = _NamespaceRow(namespace.tenant, namespace.encoded, namespace.epoch, namespace.ttl_s)
             txn.put(_NUMBER.pack(number), msgspec.msgpack.encode(row), db=self._namespaces)
         for (number, hash_), ends_s in changes.pins.items():

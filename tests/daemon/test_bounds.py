@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -139,19 +141,114 @@ def test_a_number_that_is_given_anew_shows_nothing_of_the_former_namespace(parts
     first = parts.tenancy(salted(1))
     parts.store(first, [1, 2])
     first.epoch = 7
-    first.disk_number = 3
     parts.catalog.drop_all(first)
     parts.catalog.reclaim(10)
     assert forgotten(parts) == 1
     second = parts.tenancy(salted(2))
     assert second.number == first.number
-    assert (second.epoch, second.disk_number, second.siblings) == (0, None, [second])
+    assert (second.epoch, second.siblings) == (8, [second]), "none begins below the epoch of one that was forgotten"
     parts.store(second, [1])
     assert parts.catalog.find(second, hash_of(1)) is not None
     again = parts.tenancy(salted(1))
-    assert (again.epoch, again.disk_number) == (8, 3), "what is durable of it is remembered"
+    assert again.epoch == 8
     assert not again.rows
     assert again.number != second.number
+
+
+def test_a_life_that_an_operator_has_set_is_remembered(parts: Core) -> None:
+    first = parts.tenancy(salted(1), ttl_s=60.0)
+    first.disk_number = 3
+    assert forgotten(parts) == 1
+    again = parts.catalog.tenancy("", salted(1), first.slots)
+    assert (again.ttl_s, again.disk_number) == (60.0, 3)
+
+
+def test_lanes_of_forgotten_namespaces_are_given_to_other_sizes(
+    parts: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenancy, "LANES_MAX", 4)
+    monkeypatch.setattr(tenancy, "TENANT_LANES_MAX", 4)
+    spaces = parts.catalog.namespaces
+    for number in range(4):
+        room(spaces, salted(number), slot_bytes=4096 * (number + 1))
+    stored = spaces.known()[0]
+    parts.store(stored, [1, 2])
+    with pytest.raises(Backpressure, match="few block sizes"):
+        room(spaces, salted(9), slot_bytes=4096 * 9)
+    assert forgotten(parts) == 3, "they are scarce"
+    for number in range(5, 8):
+        room(spaces, salted(number), slot_bytes=4096 * number)
+    assert len(spaces.lanes) == 4
+    assert len({lane for known in spaces.known() for lane in known.lanes.values()}) == 4
+    new = spaces.known()[-1]
+    parts.store(new, [3])
+    assert [size for size, _, _ in spaces.lanes].count(new.slots[Tier.CPU]) == 1
+    parts.check_integrity()
+
+
+def test_where_lanes_are_scarce_no_empty_namespace_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenancy, "TENANT_LANES_MAX", 4)
+    with core() as parts:
+        for number in range(3):
+            room(parts.catalog.namespaces, salted(number), slot_bytes=4096 * (number + 1))
+        assert forgotten(parts) == 3, "far fewer than are kept where nothing is scarce"
+
+
+def test_namespaces_that_are_forgotten_leave_the_ssd_directory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forgetting, "IDLE_KEPT", 0)
+    settings = StoreSettings(cpu_size_bytes=8 * MIB, ssd_size_bytes=32 * MIB, ssd_dir=tmp_path)
+
+    async def run() -> None:
+        async with kept_going(settings) as store:
+            spaces = [store.tenancy("t", salted(number)) for number in range(5)]
+            for space in spaces:
+                assert await durably_stored(store, space)
+            await store.drop_namespaces(spaces[:3])
+            await store.drop_namespaces(spaces[:1])
+            while store.catalog.reclaiming or store.catalog.departed:
+                store.tick()
+                await asyncio.sleep(0.01)
+            assert store.mover is not None
+            await store.mover.delete_all_departed()
+            while await forget_idle(store.catalog, store.puts, 0.0, store.disk) == 0:
+                await asyncio.sleep(0.01)
+            assert store.disk is not None
+            assert len(store.disk.namespaces()) == 2
+            again = store.tenancy("t", salted(0))
+            assert (again.epoch, again.disk_number) == (2, None)
+            assert await durably_stored(store, again)
+            store.check_integrity()
+        async with kept_going(settings) as store:
+            assert store.disk is not None
+            assert len(store.disk.namespaces()) == 3
+            assert [len(store.tenancy("t", salted(number)).rows) for number in range(5)] == [1, 0, 0, 1, 1]
+            assert store.tenancy("t", salted(0)).epoch == 2
+            assert store.tenancy("t", salted(1)).epoch == 2, "the floor is durable"
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@contextlib.asynccontextmanager
+async def kept_going(settings: StoreSettings) -> AsyncGenerator[Store, None]:
+    """Give a store that is populated and kept going."""
+    store = await Store.open(settings)
+    ready = asyncio.Event()
+    keeping = asyncio.create_task(store.run(ready.set))
+    try:
+        await ready.wait()
+        yield store
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        await store.close()
+
+
+async def durably_stored(store: Store, space: tenancy.Tenancy) -> bool:
+    session = store.open_session("t", admin=True)
+    ticket, _ = store.puts.reserve(session, space, keys(1), store.clock.monotonic_s())
+    return await store.make_durable(store.puts.seal(ticket, None, (), None).rows, 30.0) == [True]
 
 
 def test_totals_keep_what_was_counted_of_forgotten_namespaces(parts: Core) -> None:
