@@ -86,6 +86,7 @@ class Proxy:
     url: str = ""
     admin_url: str = ""
     process: asyncio.subprocess.Process | None = None
+    is_ending: bool = False
 
     @property
     def log(self) -> Path:
@@ -127,11 +128,17 @@ class Proxy:
                 return True
         return False
 
+    def terminate(self) -> None:
+        """Ask it to end in order; a second time nothing is sent, since that would cut its drain short."""
+        assert self.process is not None
+        if not self.is_ending and self.process.returncode is None:
+            self.process.send_signal(signal.SIGTERM)
+        self.is_ending = True
+
     async def stop(self) -> int:
         """End it in order and return its exit status."""
+        self.terminate()
         assert self.process is not None
-        if self.process.returncode is None:
-            self.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(PATIENCE_S):
             return await self.process.wait()
 
