@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shutil
 import socket
 import struct
 from collections.abc import Callable
@@ -14,11 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy import hashes
-from tests.daemon_fixture import running
 from tests.kvproxy.proxy_fixture import PROMPT, Answer, Proxy, eventually, inside, proxied, run
 from tests.kvproxy.stub_worker import CHAT, COMPLETIONS, MODEL, Behaviour, Ending, Seen, StubWorker
-from tests.rawclient import namespace
 
 # A second on a machine that does nothing else.
 SOON_S = 20.0
@@ -246,35 +242,3 @@ def test_a_client_that_takes_nothing_is_cut_off_and_d_is_let_go(short_dir: Path)
             await proxy.settled()
 
     run(steps())
-
-
-def test_curl_gives_up_after_a_second_and_the_store_holds_nothing_for_it(short_dir: Path) -> None:
-    curl = shutil.which("curl")
-    if curl is None:
-        pytest.skip("curl is not installed")
-    space = namespace(4096, model=MODEL)
-    held = hashes.chain(list(PROMPT.encode()), space.block_tokens)[:40]
-    with running(short_dir, cpu="16MiB", ssd=None) as daemon, daemon.client() as client:
-        client.put(client.open(space), held)
-
-        patient = (f"--store={daemon.socket}", "--store-timeout=10s", "--tokenize-timeout=10s")
-
-        async def steps() -> None:
-            async with proxied(short_dir, *patient) as proxy:
-                proxy.prefill[0].behaviour = Behaviour(before_headers=HELD())
-                body = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 4})
-                left = await asyncio.create_subprocess_exec(
-                    curl, "--silent", "--max-time", "1", "--header", "Content-Type: application/json", "--data", body,
-                    proxy.url + COMPLETIONS, stdout=asyncio.subprocess.DEVNULL,
-                )  # fmt: skip
-                (seen,) = await proxy.prefill[0].arrived(1)
-                assert await left.wait() == 28, "curl's own timeout"
-                await cancelled_soon(seen, asyncio.get_running_loop().time())
-                await nothing_is_left(proxy)
-                assert await proxy.metric("store_seconds_count", outcome="ok") == 1
-                assert await proxy.metric("cached_tokens_total") == len(held) * space.block_tokens
-
-        run(steps())
-        assert client.tier("cpu")["pinned_bytes"] == 0
-        assert client.stats()["sessions"]["leases"] == 0
-        client.check()
