@@ -21,6 +21,7 @@ from kvproxy import admin
 from kvproxy.exchange import Parts
 from kvproxy.fairness import FairQueue
 from kvproxy.front import Front
+from kvproxy.hangups import Hangups
 from kvproxy.health import Watch
 from kvproxy.legs import Wires
 from kvproxy.metrics import Metrics
@@ -85,7 +86,7 @@ async def running(settings: Settings) -> AsyncGenerator[Served, None]:
     async with contextlib.AsyncExitStack() as stack:
         wires = await stack.enter_async_context(Wires(settings))
         parts = await _parts(settings, fleet, wires, metrics, stack)
-        front = Front(parts, queue)
+        front = Front(parts, queue, stack.enter_context(Hangups(loop)))
         watching = asyncio.ensure_future(Watch(fleet, wires, settings).run())
         stack.push_async_callback(_ended, watching)
         admin_url = await _admin(settings, fleet, stack)

@@ -261,20 +261,20 @@ class Exchange:
         remaining_s = max(0.0, self._deadline_s - self._loop.time())
         wait_s = min(self._parts.settings.prefill_wait_s or remaining_s, remaining_s)
         told = {_MINE: {"wait_ms": round(wait_s * 1000)}}
-        async with asyncio.TaskGroup() as group:
+        found: Opened | Answer | LegFailed | Refusal | PrefillLost
+        async with asyncio.TaskGroup() as group:  # nothing is raised in it: it would come out wrapped
             prefilling = group.create_task(_as_result(self._prefill()))
             decoding = group.create_task(_as_result(self._decode(stack, told)))
             try:
                 await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
-                if not decoding.done() and isinstance(lost := prefilling.result(), PrefillLost):
-                    decoding.cancel()
-                    await asyncio.wait((decoding,))
-                    return await self._open_decided(stack, lost.decision, None)
-                found = await decoding
+                lost = prefilling.result() if not decoding.done() else None
+                found = lost if isinstance(lost, PrefillLost) else await decoding
             finally:
-                # With D's answer begun, or nobody waiting, nobody needs what P would still compute.
+                # With D's answer begun, or nobody waiting, nobody needs what is still under way.
                 prefilling.cancel()
                 decoding.cancel()
+        if isinstance(found, PrefillLost):
+            return await self._open_decided(stack, found.decision, None)
         self.route = Route.PREFILL_THEN_DECODE
         self._parts.metrics.decided(self.route, Reason.PREFILL)
         if isinstance(found, BaseException):

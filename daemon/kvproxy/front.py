@@ -24,6 +24,7 @@ from kvproxy.answers import REQUEST_ID, Refusal, for_client, for_worker, identit
 from kvproxy.bodies import Ask, Kind
 from kvproxy.exchange import Exchange, Parts
 from kvproxy.fairness import FairQueue, Refused, caller_of
+from kvproxy.hangups import Hangups
 from kvproxy.legs import Answer
 from kvproxy.metrics import CONTENT_TYPE
 from kvproxy.stream import ClientGone
@@ -43,9 +44,10 @@ _LEG_END_S = 2.0
 class Front:
     """Answers clients."""
 
-    def __init__(self, parts: Parts, queue: FairQueue) -> None:
+    def __init__(self, parts: Parts, queue: FairQueue, hangups: Hangups) -> None:
         self._parts = parts
         self._queue = queue
+        self._hangups = hangups
         self._bodies_bytes = 0
         self._running: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
@@ -95,6 +97,7 @@ class Front:
         assert task is not None
         self._running.add(task)
         self._idle.clear()
+        watched = self._hangups.watch(request.transport)
         began_s, status, route = time.monotonic(), CLIENT_GONE, Route.REFUSE
         identity = identity_of(request.headers)
         try:
@@ -116,6 +119,7 @@ class Front:
                 request.transport.abort()
             return web.Response(status=status)  # goes nowhere
         finally:
+            self._hangups.leave(watched)
             self._running.discard(task)
             if not self._running:
                 self._idle.set()
