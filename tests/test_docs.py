@@ -18,11 +18,12 @@ import msgspec
 import pytest
 
 from kvctl import parser as kvctl_parser
+from kvproxy.options import TABLE as PROXY_TABLE
 from kvstore import __version__, errors, lifecycle, prefix, wire
 from kvstore.block import Namespace
 from kvstore.checksum import checksum
 from kvstore.errors import NotPermitted
-from kvstored.arguments import parse as kvstored_parse
+from kvstored.arguments import parse
 from kvstored.options import OPTIONS, VARIABLE_PREFIX
 from tests import documents, product
 from tests.daemon_fixture import running
@@ -260,7 +261,10 @@ def _kvctl_help(*words: str) -> str:
 @pytest.fixture(scope="module")
 def flags() -> dict[str, set[str]]:
     """Return the flags of each command that the documents may name, a verb of kvctl being a command."""
-    known = {"kvstored": _flags(_help(lambda: kvstored_parse(["--help"])))}
+    known = {
+        "kvstored": _flags(_help(lambda: parse(["--help"]))),
+        "kvproxy": _flags(_help(lambda: parse(["--help"], PROXY_TABLE))),
+    }
     overview = _kvctl_help()
     known["kvctl"] = _flags(overview)
     for verb in re.findall(r"^    ([a-z]+) {2,}", overview, re.MULTILINE):
@@ -281,7 +285,7 @@ def _module_help(name: str) -> str:
 
 # Of other programs, in lines that don't begin with their names.
 FOREIGN_FLAGS = {"--index-url", "--no-index", "--find-links", "--memory"}
-_COMMAND = re.compile(r"(?<![\w/.-])(kvstored|kvctl(?: [a-z]+)?|python -m [\w.]+)(?= |$)(?!\.)")
+_COMMAND = re.compile(r"(?<![\w/.-])(kvstored|kvproxy|kvctl(?: [a-z]+)?|python -m [\w.]+)(?= |$)(?!\.)")
 
 
 def test_every_flag_in_the_documents_exists(flags: dict[str, set[str]]) -> None:
