@@ -155,7 +155,14 @@ def _status(file: Path) -> Status:
 
 
 def _key(file: Path) -> str:
-    return json.dumps([str(file.resolve()), *_status(file)])
+    return f"{' '.join(map(str, _status(file)))} {file.resolve()}"
+
+
+def _is_current(key: str) -> bool:
+    try:
+        return _key(Path(key.split(" ", 4)[-1])) == key
+    except (OSError, ValueError):
+        return False
 
 
 def _digest(file: Path) -> tuple[str, str]:
@@ -178,7 +185,7 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def _write(path: Path, known: dict[str, str]) -> None:
-    living = {key: digest for key, digest in known.items() if os.path.exists(json.loads(key)[0])}
+    living = {key: digest for key, digest in known.items() if _is_current(key)}
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
         json.dump(living, file)
     os.replace(file.name, path)

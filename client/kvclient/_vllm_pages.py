@@ -222,7 +222,7 @@ class LayerwiseSource:
     def __init__(self, pages: Pages, numbers: list[int], memory: torch.Tensor) -> None:
         self._pages = pages
         self._numbers = numbers
-        self._memory = memory
+        self.memory = memory
         self._left = set(range(pages.layer_count))
         self._copied: torch.cuda.Event | None = None
 
@@ -231,12 +231,12 @@ class LayerwiseSource:
         place = self._pages.place_of(layer)
         if place in self._left:
             self._left.discard(place)
-            self._pages.gather(self._memory, self._numbers, place)
+            self._pages.gather(self.memory, self._numbers, place)
 
     def finish(self) -> None:
         """Copy the layers whose hook was not called."""
         for place in sorted(self._left):
-            self._pages.gather(self._memory, self._numbers, place)
+            self._pages.gather(self.memory, self._numbers, place)
         self._left.clear()
         if not self._pages.on_host:
             self._copied = self._pages.queued()
@@ -244,7 +244,7 @@ class LayerwiseSource:
     def store(self, handle: NamespaceHandle, hashes: Sequence[bytes], deadline_s: float) -> StoreResult:
         if self._copied is not None:
             self._copied.synchronize()
-        return handle.store(hashes, _buffers(self._memory), deadline_s=deadline_s)
+        return handle.store(hashes, _buffers(self.memory), deadline_s=deadline_s)
 
 
 def _buffers(memory: torch.Tensor) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -390,3 +391,14 @@ def _scheduled(output: SchedulerOutput) -> Sequence[Scheduled]:
         resumed = request_id in cached.resumed_req_ids
         found.append(Scheduled(request_id, computed, tokens[request_id], pages[0] if pages else (), replaces=resumed))
     return found
+
+
+def _register() -> None:
+    """Make the connector known by its name, by which MultiConnector looks up who counted what."""
+    try:
+        KVConnectorFactory.register_connector(KVStoredConnector.__name__, __name__, KVStoredConnector.__name__)
+    except ValueError:
+        logger.debug("vLLM knows a connector of this name already")
+
+
+_register()
