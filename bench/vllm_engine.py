@@ -114,6 +114,10 @@ class Engine:
         """Return how many tokens the connector gave so far, as vLLM counts them."""
         return int(self.call("metrics").get("vllm:external_prefix_cache_hits", 0))
 
+    def counter(self, name: str) -> float:
+        """Return one of the connector's own counters, as vLLM has it."""
+        return float(self.call("metrics").get(f"vllm:kvstored_{name}", 0))
+
     def stop(self) -> None:
         """End the engine in order."""
         if not self._has_ended:

@@ -11,8 +11,8 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# For those whom a script told where the environment is, so that it is not asked for again.
-VARIABLE = "VLLM_ENVIRONMENT_DIR"
+# The first block's hash is chained to it; without one vLLM 0.28 and older draw a number at random.
+HASH_SEED = "0"
 
 
 class NoEnvironment(Exception):
@@ -42,7 +42,7 @@ def variables(environment: Path, scratch: Path) -> dict[str, str]:
     """
     return {
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "daemon", ROOT / "client"))),
-        "PYTHONHASHSEED": "0",  # vLLM 0.28 and older chain block hashes from Python's own hash
+        "PYTHONHASHSEED": HASH_SEED,
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -50,6 +50,7 @@ def variables(environment: Path, scratch: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCH_COMPILE_DISABLE": "1",
+        "TMPDIR": str(scratch),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "torch"),
         "VLLM_CACHE_ROOT": str(environment / "cache"),
         "VLLM_CONFIG_ROOT": str(scratch / "config"),

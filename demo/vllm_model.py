@@ -15,11 +15,14 @@ import tokenizers
 import torch
 import transformers
 
-from demo.model import write_model
+from demo.model import SMALL, write_model
 
-# vLLM's attention on CPUs wants heads of 32 or more.
-TINY: dict[str, int] = {"layers": 4, "hidden": 128, "intermediate": 256, "heads": 4, "kv_heads": 2, "vocab": 512}
 _SPECIAL = ("<pad>", "<s>", "</s>")
+_VOCAB = len(_SPECIAL) + 256  # no token that the tokenizer can't name
+# vLLM's attention on CPUs wants heads of 32 or more.
+TINY: dict[str, int] = {"layers": 4, "hidden": 128, "intermediate": 256, "heads": 4, "kv_heads": 2, "vocab": _VOCAB}
+# 100 M parameters: long prompts take seconds on two cores, and 32 tokens' KV a MiB.
+LARGER: dict[str, int] = {**SMALL, "vocab": _VOCAB}
 _CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 _RANK = 8
 

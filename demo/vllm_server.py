@@ -9,6 +9,8 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from demo.processes import Failed, Process
 
 MODEL = "tiny"
 BLOCK_TOKENS = 32
+_KV_BYTES = 160 << 20
 _START_S = 300.0
 _ANSWER_S = 120.0
 _BETWEEN_PROBES_S = 0.1
@@ -59,7 +62,7 @@ class Server(Process):
         command += ["--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1"]
         command += ["--port", str(self.port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
         command += ["--max-num-seqs", "4", "--seed", "0", "--block-size", str(BLOCK_TOKENS)]
-        command += ["--kv-cache-memory-bytes", str(64 << 20), "--enable-prompt-tokens-details", *arguments]
+        command += ["--kv-cache-memory-bytes", str(_KV_BYTES), "--enable-prompt-tokens-details", *arguments]
         if transfer is not None:
             command += ["--kv-transfer-config", json.dumps(transfer)]
         variables = vllm_environment.variables(environment, scratch)
@@ -94,13 +97,54 @@ class Server(Process):
             os.killpg(self.pid, signal.SIGKILL)
 
 
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """What a streamed completion brought."""
+
+    tokens: tuple[int, ...]
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the engine did not compute."""
+
+
+def stream(port: int, path: str, body: dict[str, Any]) -> Streamed:
+    """Return a streamed completion; Failed if it is refused, or ends before its end."""
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    tokens: list[int] = []
+    usage: dict[str, Any] = {}
+    ttft_s = 0.0
+    start_s = time.perf_counter()
+    with _answer(port, "POST", path, json.dumps(asked).encode()) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            if "error" in event:
+                raise Failed(f"{path} answered {event['error']}")
+            for choice in event["choices"]:
+                tokens += choice.get("token_ids") or ()
+            if tokens and not ttft_s:
+                ttft_s = time.perf_counter() - start_s
+            usage = event.get("usage") or usage
+    if not usage:
+        raise Failed(f"{path}: the stream ended before its end")
+    details: dict[str, Any] = usage.get("prompt_tokens_details") or {}
+    return Streamed(tuple(tokens), ttft_s, usage["prompt_tokens"], details.get("cached_tokens") or 0)
+
+
 def call(port: int, method: str, path: str, body: bytes | None = None) -> bytes:
     """Return what a server of this machine answers; Failed, with its text, if that tells of an error."""
+    with _answer(port, method, path, body) as answer:
+        return answer.read()
+
+
+@contextlib.contextmanager
+def _answer(port: int, method: str, path: str, body: bytes | None) -> Generator[http.client.HTTPResponse]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_S)
     with contextlib.closing(connection):
         connection.request(method, path, body, {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        text = answer.read()
         if answer.status != 200:
-            raise Failed(f"{path} answered {answer.status}: {text.decode(errors='replace')[:2000]}")
-        return text
+            raise Failed(f"{path} answered {answer.status}: {answer.read().decode(errors='replace')[:2000]}")
+        yield answer

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
+
 from bench.vllm_engine import Engine, Host, Output
 from demo.vllm_model import TINY, write_adapter, write_vllm_model
 from demo.vllm_server import connector
@@ -25,6 +27,7 @@ BLOCK_TOKENS = 32
 BLOCK_BYTES = TINY["layers"] * 2 * TINY["kv_heads"] * (TINY["hidden"] // TINY["heads"]) * BLOCK_TOKENS * 4
 PAGE = mmap.PAGESIZE
 _SETTLE_S = 60.0
+ROUNDING = 1e-4
 
 
 def prompt(seed: int | str, count: int) -> list[int]:
@@ -53,6 +56,16 @@ def write_models(directory: Path) -> Models:
     return models
 
 
+def agree(output: Output, said: Output) -> None:
+    """Check that an output is what was said: the same tokens, and logprobs but for rounding.
+
+    A prompt computed in two steps rounds differently from one computed at once.
+    """
+    assert output.tokens == said.tokens
+    assert output.logprobs == pytest.approx(said.logprobs, abs=ROUNDING)
+    assert output.finish == "length"
+
+
 class Baseline:
     """What an engine without a connector says; each prompt is computed once."""
 
@@ -67,6 +80,13 @@ class Baseline:
             (self._known[key],) = self._engine.generate(prompt, max_tokens=max_tokens, **options)
         return self._known[key]
 
+    def with_own_cache(self, prompt: Sequence[int], max_tokens: int = 16) -> Output:
+        """Return what it says where its own cache has all full blocks: the steps of an engine that loads them."""
+        self._engine.generate(prompt, max_tokens=1)
+        (output,) = self._engine.generate(prompt, max_tokens=max_tokens)
+        assert output.cached == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        return output
+
     def __enter__(self) -> Baseline:
         return self
 
@@ -75,7 +95,10 @@ class Baseline:
 
 
 class Node:
-    """A daemon and the engines that were started on it."""
+    """A place for a daemon, and the engines that use it; as a context manager, with a daemon that runs.
+
+    Engines outlive daemons: `serving` runs one for a while, `engines` alone need none.
+    """
 
     def __init__(self, host: Host, model: Path, directory: Path, *flags: str, **sizes: Any) -> None:
         self.host = host
@@ -102,11 +125,14 @@ class Node:
         found: dict[str, Any] = self.stats()["totals"]
         return found
 
-    def stored(self, engine: Engine, prompt: Sequence[int], **options: Any) -> Output:
-        """Have an engine prefill a prompt; returns when the daemon has all of its full blocks in every tier."""
+    def stored(self, engine: Engine, prompt: Sequence[int], *, new_blocks: int | None = None, **options: Any) -> Output:
+        """Have an engine prefill a prompt; returns when the daemon has all of its full blocks in every tier.
+
+        `new_blocks` of them are new to the daemon; by default all.
+        """
         before = self.totals()["stored_blocks"]
         (output,) = engine.generate(prompt, max_tokens=1, **options)
-        expected = len(prompt) // BLOCK_TOKENS
+        expected = len(prompt) // BLOCK_TOKENS if new_blocks is None else new_blocks
         eventually(
             lambda: self.totals()["stored_blocks"] - before >= expected,
             f"{expected} blocks of the prompt are stored",
@@ -126,12 +152,18 @@ class Node:
 
         eventually(durable, "what is in memory is durable", within_s=_SETTLE_S)
 
-    def is_served(self, engine: Engine, seed: str) -> bool:
-        """Return whether the daemon serves the engine now: what it stores is given back to it."""
-        tokens = prompt(seed, 2 * BLOCK_TOKENS + 1)
-        engine.generate(tokens, max_tokens=1)
-        engine.call("forget")
-        return engine.generate(tokens, max_tokens=1)[0].cached == 2 * BLOCK_TOKENS
+    def await_stores(self, engine: Engine, seed: str) -> None:
+        """Return when what an engine computes gets to the daemon: it may have been without one for a while."""
+        tried = 0
+
+        def is_stored() -> bool:
+            nonlocal tried
+            tried += 1
+            before = self.totals()["stored_blocks"]
+            engine.generate(prompt(f"{seed} {tried}", BLOCK_TOKENS + 1), max_tokens=2)
+            return bool(self.totals()["stored_blocks"] > before)
+
+        eventually(is_stored, f"what {engine.name} computes is stored", within_s=_SETTLE_S, every_s=0.1)
 
     def drop_all(self) -> None:
         with Client(self.daemon.socket) as client:
@@ -183,24 +215,38 @@ class Node:
                     return
         raise AssertionError("no block was found on ssd")
 
-    # ---- the block's end
+    # ---- who runs when
+
+    @contextlib.contextmanager
+    def serving(self) -> Generator[Node]:
+        """Run a daemon for the block; the test may have ended it before."""
+        self.daemon.start()
+        try:
+            yield self
+            if self.daemon.is_running:
+                status = self.daemon.stop()
+                assert status == 0, f"the daemon ended with status {status}:\n{self.daemon.log_text()[-8000:]}"
+            assert "Traceback" not in self.daemon.log_text(), self.daemon.log_text()[-8000:]
+        finally:
+            self.daemon.kill()
+
+    @contextlib.contextmanager
+    def engines(self) -> Generator[Node]:
+        """End all engines at the end of the block: in order, if nothing went wrong."""
+        try:
+            yield self
+            for engine in self._engines.values():
+                engine.stop()
+        finally:
+            for engine in self._engines.values():
+                engine.kill()
 
     def __enter__(self) -> Node:
-        self.daemon.start()
-        return self
+        self._both = contextlib.ExitStack()
+        self._both.enter_context(self.serving())
+        return self._both.enter_context(self.engines())
 
     def __exit__(
         self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            for engine in self._engines.values():
-                if kind is None:
-                    engine.stop()
-        finally:
-            for engine in self._engines.values():
-                engine.kill()
-            if kind is None and self.daemon.is_running:
-                status = self.daemon.stop()
-                assert status == 0, f"the daemon ended with status {status}:\n{self.daemon.log_text()[-8000:]}"
-            self.daemon.kill()
-        assert kind is not None or "Traceback" not in self.daemon.log_text(), self.daemon.log_text()[-8000:]
+        self._both.__exit__(kind, raised, trace)
