@@ -26,6 +26,7 @@ from kvstore.block import Namespace
 from kvstore.counters import Cause, TierCounters
 from kvstore.expiry import ExpiryQueue
 from kvstore.lifecycle import Copy, CopyEvent
+from kvstore.pins import Pins
 from kvstore.policy import Policy
 from kvstore.recency import Behind, Recency
 from kvstore.table import LEASE, NEVER_S, NO_SLOT, BlockTable, Columns, Tier
@@ -64,7 +65,8 @@ class Catalog:
         self.namespaces = Tenancies(self.tiers)
         self.tenancies = self.namespaces.by_number
         self.departed: deque[int] = deque()  # rows whose ssd copy is DELETING, and not yet handed to the tier
-        self.pinned: dict[int, float] = {}  # row -> end of an operator's pin, boottime
+        self.pins = Pins(self.table, self.tenancies, self.tiers)
+        self.pinned: Mapping[int, float] = self.pins.ends_s  # row -> end of an operator's pin, boottime
         self.kept: set[int] = set()  # rows that a drain under way keeps on ssd
         self.used_bytes: dict[tuple[str, Tier], int] = {}  # of READY copies, by tenant and tier
         self.promised_bytes: dict[tuple[str, Tier], int] = {}  # of slots that are being filled or written
@@ -382,9 +384,7 @@ class Catalog:
 
     def end_pins(self) -> None:
         """Forget the operators' pins that are over."""
-        now_s = self._now_s()
-        for row in [row for row, until_s in self.pinned.items() if until_s <= now_s]:
-            del self.pinned[row]
+        self.pins.end(self._now_s())
 
     def tick(self) -> int:
         """Return the policies' unit of time."""
@@ -398,6 +398,7 @@ class Catalog:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariants hold."""
+        self.pins.check_integrity()
         table = self.table
         visible: set[int] = set()
         for tenancy in self.tenancies:
@@ -438,6 +439,7 @@ class Catalog:
         assert block_hash is not None
         uses = self.table.uses[row]
         self.policies[tier].admit(row, tenancy.lanes[tier], self.tick(), tenancy.number, block_hash, uses)
+        self.pins.note(row, tier, 1)
         tenancy.blocks[tier] += 1
         owner = (tenancy.tenant, tier)
         self.used_bytes[owner] = self.used_bytes.get(owner, 0) + tenancy.slots[tier]
@@ -452,6 +454,7 @@ class Catalog:
         slot = self.table.slot[tier][row]
         self.table.move(row, tier, CopyEvent.LEAVE)
         self.policies[tier].remove(row)
+        self.pins.note(row, tier, -1)
         tenancy.blocks[tier] -= 1
         self.used_bytes[tenancy.tenant, tier] -= tenancy.slots[tier]
         if tier is Tier.CPU and self.table.residency[row] & Tier.SSD.bit and not self._is_transit(slot):
@@ -486,6 +489,6 @@ class Catalog:
                 self._free_slot(tier, slot)
         if table.absent_everywhere(row):
             self._unlink(row)
-            self.pinned.pop(row, None)
+            self.pins.unpin(row)
             self.kept.discard(row)
             table.remove(row)

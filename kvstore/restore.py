@@ -53,7 +53,7 @@ class WarmStart:
         for pin in disk.pins():
             pinned = tenancies[pin.namespace].rows.get(pin.hash) if pin.namespace in tenancies else None
             if pinned is not None:
-                catalog.pinned[pinned] = pin.ends_s
+                catalog.pins.pin(pinned, pin.ends_s)
 
     def catch_up(self, limit: int) -> int:
         """Do a little of what is left: look at `limit` rows. Return how many were looked at."""

@@ -102,10 +102,9 @@ class Admin:
     async def _pinned(self, request: wire.Pin) -> wire.Message:
         catalog, store, table = self._store.catalog, self._store, self._store.catalog.table
         found = self._rows(request.namespace, request.hashes)
-        fresh = {row for _, row in found if row is not None and row not in catalog.pinned}
+        rows = {row for _, row in found if row is not None}
         for tier, limit in self._pin_limits().items():
-            kept = [row for row in (*catalog.pinned, *fresh) if catalog.table.residency[row] & tier.bit]
-            size_bytes = sum(map(catalog.slot_bytes, kept))
+            size_bytes = catalog.pins.would_take(rows, tier)
             if size_bytes > limit:
                 raise TooManyLeases(
                     f"pins would keep {size_bytes} bytes of the {tier.label} tier and may keep {limit}: unpin others, "
@@ -114,7 +113,7 @@ class Admin:
         ends_s = store.clock.boottime_s() + request.for_s
         pins = [(tenancy, row, table.hash[row]) for tenancy, row in found if row is not None]
         for _, row, _ in pins:
-            catalog.pinned[row] = ends_s
+            catalog.pins.pin(row, ends_s)
         if store.disk is not None and store.mover is not None and pins:
             # From here on a row may get another block: only what was noted of it counts.
             store.mover.demote([row for _, row, _ in pins], urgent=True)
@@ -134,7 +133,7 @@ class Admin:
         for tenancy, row in found:
             block_hash = None if row is None else catalog.table.hash[row]
             if row is not None and block_hash is not None:
-                catalog.pinned.pop(row, None)
+                catalog.pins.unpin(row)
                 if tenancy.disk_number is not None:
                     keys.append((tenancy.disk_number, block_hash))
         if disk is not None and keys:

@@ -113,7 +113,7 @@ def test_a_renewed_life_is_the_one_that_counts(parts: Core, tenancy: Tenancy) ->
 def test_a_pinned_block_outlives_its_time_and_goes_when_the_pin_ends(parts: Core, tenancy: Tenancy) -> None:
     (row,) = parts.store(tenancy, [0])
     parts.catalog.set_ttl(row, 5.0)
-    parts.catalog.pinned[row] = parts.clock.boottime_s() + 60.0
+    parts.catalog.pins.pin(row, parts.clock.boottime_s() + 60.0)
     parts.clock.advance(30.0)
     assert parts.catalog.expire(100) == 0
     assert parts.catalog.find(tenancy, hash_of(0)) == row
@@ -239,7 +239,7 @@ def test_a_copy_in_transit_leaves_when_nobody_holds_it(parts: Core, tenancy: Ten
 def test_neither_a_held_nor_a_pinned_block_is_a_victim(parts: Core, tenancy: Tenancy) -> None:
     rows = parts.store(tenancy, range(24))
     parts.catalog.hold(rows[0])
-    parts.catalog.pinned[rows[1]] = NEVER_S
+    parts.catalog.pins.pin(rows[1], NEVER_S)
     parts.store(tenancy, range(100, 122))
     assert parts.keys_of(tenancy, range(24)) == [0, 1]
     parts.catalog.unhold(rows[0])
@@ -289,7 +289,7 @@ def test_a_slice_in_use_stays_when_the_others_are_evicted(parts: Core) -> None:
     ranks = [parts.tenancy(sliced_namespace(head)) for head in range(4)]
     rows = [parts.store(rank, [0])[0] for rank in ranks]
     parts.catalog.hold(rows[1])
-    parts.catalog.pinned[rows[2]] = NEVER_S
+    parts.catalog.pins.pin(rows[2], NEVER_S)
     assert parts.catalog.evict_with_slices(rows[0], CPU, Cause.PRESSURE) == 2
     assert [parts.keys_of(rank, [0]) for rank in ranks] == [[], [0], [0], []]
     parts.catalog.unhold(rows[1])
@@ -510,9 +510,9 @@ class CatalogMachine(RuleBasedStateMachine):
         _, block = self.pick(number)
         block.pinned_until_s = self.now_s() + for_s
         if for_s:
-            self.catalog.pinned[block.row] = block.pinned_until_s
+            self.catalog.pins.pin(block.row, block.pinned_until_s)
         else:
-            self.catalog.pinned.pop(block.row, None)
+            self.catalog.pins.unpin(block.row)
 
     @precondition(lambda self: self.blocks)
     @rule(number=st.integers(0, 100))
