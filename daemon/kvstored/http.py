@@ -11,7 +11,7 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,11 +28,11 @@ _CLOSE_S = 1.0
 
 @asynccontextmanager
 async def listening(
-    address: str, stats: Callable[[], Mapping[str, Any]], unready: Callable[[], str | None]
+    address: str, stats: Callable[[], Awaitable[Mapping[str, Any]]], unready: Callable[[], str | None]
 ) -> AsyncGenerator[str, None]:
     """Serve HTTP at `address` inside the block; gives the address bound, which names the port chosen for port 0.
 
-    `stats` is the stats report; `unready` is why clients are not served, or None if they are. Leaving the block,
+    `stats` makes the stats report; `unready` is why clients are not served, or None if they are. Leaving the block,
     by cancellation too, closes the listener and every connection.
 
     Raises
@@ -59,7 +59,9 @@ async def listening(
         await runner.cleanup()
 
 
-def _application(stats: Callable[[], Mapping[str, Any]], unready: Callable[[], str | None]) -> web.Application:
+def _application(
+    stats: Callable[[], Awaitable[Mapping[str, Any]]], unready: Callable[[], str | None]
+) -> web.Application:
     exposition = Exposition(stats, unready)
 
     async def metrics(request: web.Request) -> web.Response:

@@ -10,7 +10,8 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from prometheus_client import ProcessCollector, generate_latest
@@ -82,18 +83,16 @@ _NAMESPACE_COUNTERS = {
 _QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99", "max": "1"}
 
 
-class StatsCollector(Collector):
-    """Turns the stats report into metric families."""
+class StatsFamilies:
+    """Turns stats reports into metric families."""
 
-    def __init__(self, stats: Callable[[], Report], unready: Callable[[], str | None]) -> None:
-        self._stats = stats
+    def __init__(self, unready: Callable[[], str | None]) -> None:
         self._unready = unready
         self._namespaces = _NamespaceSums()
         self._tenants: set[str] = set()
 
-    def collect(self) -> Iterable[Metric]:
+    def of(self, stats: Report) -> Iterable[Metric]:
         """Yield every family, of one report."""
-        stats = self._stats()
         yield _gauge("build_info", "What runs here", {"version": kvstore.__version__}, 1)
         yield _gauge("ready", "1 when /readyz says so", {}, 0 if self._unready() else 1)
         yield _gauge("uptime_seconds", "Time since the start", {}, stats.get("uptime_s", 0))
@@ -197,17 +196,18 @@ class _NamespaceSums:
 class Exposition:
     """All metrics of this daemon: its report, and the process's own memory, CPU time and descriptors."""
 
-    def __init__(self, stats: Callable[[], Report], unready: Callable[[], str | None]) -> None:
-        self._collectors: tuple[Collector, ...] = (
-            StatsCollector(stats, unready),
-            ProcessCollector(registry=None),
-        )
+    def __init__(self, stats: Callable[[], Awaitable[Report]], unready: Callable[[], str | None]) -> None:
+        self._stats = stats
+        self._families = StatsFamilies(unready)
+        self._process = ProcessCollector(registry=None)
+        self._one_at_a_time = asyncio.Lock()  # a scrape counts on from the one before
 
     async def text(self) -> bytes:
         """Return them in Prometheus' text format, letting the loop serve others after each family."""
         parts: list[bytes] = []
-        for collector in self._collectors:
-            for family in collector.collect():
+        async with self._one_at_a_time:
+            stats = await self._stats()
+            for family in chain(self._families.of(stats), self._process.collect()):
                 parts.append(generate_latest(_OneFamily(family)))
                 await asyncio.sleep(0)
         return b"".join(parts)

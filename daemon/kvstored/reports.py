@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import os
-from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 from kvstore import __version__
@@ -25,7 +24,8 @@ from kvstored.node import Node
 Body = dict[str, Any]
 
 LISTED_MAX = 256  # namespaces in one report: tens of thousands would not fit a frame
-_PORTION = 500
+_PORTION = 500  # namespaces that are summed, about 1 ms
+_ROWS_PORTION = 64  # namespaces that are listed
 _TEXT_CHARS_MAX = 512  # of what a namespace says of itself: it may hold tens of thousands
 
 
@@ -56,15 +56,9 @@ def status(node: Node, *, role: str) -> Body:
     }
 
 
-def stats(node: Node) -> Body:
-    """Return everything countable, of all tenants, in one go: for metrics. The namespaces listed are the oldest."""
-    work = _stats(node, None, "", lambda tenancies: tenancies[:LISTED_MAX])
-    while True:
-        try:
-            next(work)
-        except StopIteration as stop:
-            body: Body = stop.value
-            return body
+async def stats(node: Node) -> Body:
+    """Return everything countable, of all tenants: for metrics. The namespaces listed are the oldest."""
+    return await _in_portions(_stats(node, None, "", by_size=False))
 
 
 async def stats_for(node: Node, tenant: str | None, name: str) -> Body:
@@ -73,7 +67,10 @@ async def stats_for(node: Node, tenant: str | None, name: str) -> Body:
     Lists the namespaces with most blocks, of those that `name` may stand for if it is given. Lets the loop serve others
     between portions of namespaces.
     """
-    work = _stats(node, tenant, name, _largest)
+    return await _in_portions(_stats(node, tenant, name, by_size=True))
+
+
+async def _in_portions(work: Generator[None, None, Body]) -> Body:
     while True:
         try:
             next(work)
@@ -95,10 +92,11 @@ def _largest(tenancies: list[Tenancy]) -> list[Tenancy]:
     return heapq.nlargest(LISTED_MAX, tenancies, rank)
 
 
-def _stats(
-    node: Node, tenant: str | None, name: str, choose: Callable[[list[Tenancy]], list[Tenancy]]
-) -> Generator[None, None, Body]:
-    """Return the report; yields where others may be served in between."""
+def _stats(node: Node, tenant: str | None, name: str, *, by_size: bool) -> Generator[None, None, Body]:
+    """Return the report; yields where others may be served in between.
+
+    Each namespace is looked at in one moment, so what is summed of it adds up; the next may have changed since.
+    """
     settings, store = node.settings, node.store
     catalog = store.catalog
     sums = NamespaceCounters()
@@ -107,28 +105,41 @@ def _stats(
     for counters in forgotten.values() if tenant is None else filter(None, [forgotten.get(tenant)]):
         sums.add(counters)
     known = catalog.namespaces.known()
-    for at, tenancy in enumerate(known):
-        for tier, count in tenancy.blocks.items():
-            blocks[tier] += count
-        if tenant in (None, tenancy.tenant) and not tenancy.counters.is_zero:
-            sums.add(tenancy.counters)
-        if at % _PORTION == _PORTION - 1:
+    listed: list[Tenancy] = []
+    tenants: set[str] = set()
+    count = 0
+    for start in range(0, len(known), _PORTION):
+        own: list[Tenancy] = []
+        for tenancy in known[start : start + _PORTION]:
+            for tier, held in tenancy.blocks.items():
+                blocks[tier] += held
+            if tenant in (None, tenancy.tenant):
+                own.append(tenancy)
+                if not tenancy.counters.is_zero:
+                    sums.add(tenancy.counters)
+        count += len(own)
+        tenants.update(one.tenant for one in own)
+        listed += [one for one in own if _may_be(one, name)] if name else own
+        listed = _largest(listed) if by_size else listed[:LISTED_MAX]
+        yield
+    rows: list[Body] = []
+    for tenancy in listed:
+        rows.append(_namespace(store, tenancy, catalog.pins.blocks_of.get(tenancy.number, 0)))
+        if len(rows) % _ROWS_PORTION == 0:
             yield
-    own = known if tenant is None else [tenancy for tenancy in known if tenancy.tenant == tenant]
-    listed = choose([tenancy for tenancy in own if _may_be(tenancy, name)] if name else own)
     tiers = {Tier.CPU.label: _cpu(store, blocks[Tier.CPU])}
     if store.disk is not None:
         tiers[Tier.SSD.label] = _ssd(store, blocks[Tier.SSD])
-    table = catalog.table
-    pinned = [row for row in catalog.pinned if table.hash[row] is not None]
-    if tenant is not None:
-        pinned = [row for row in pinned if catalog.tenancies[table.namespace[row]].tenant == tenant]
-    pins = Counter(table.namespace[row] for row in pinned)
+    pinned_blocks = pinned_bytes = 0
+    for number, pinned in catalog.pins.blocks_of.items():
+        if tenant in (None, catalog.tenancies[number].tenant):
+            pinned_blocks += pinned
+            pinned_bytes += pinned * catalog.tenancies[number].slot_bytes
     now_s = store.clock.monotonic_s()
     return {
         "tiers": tiers,
-        "namespaces": [_namespace(store, tenancy, pins[tenancy.number]) for tenancy in listed],
-        "namespaces_left_out": len(own) - len(listed),
+        "namespaces": rows,
+        "namespaces_left_out": count - len(listed),
         "totals": _totals(store, sums),
         "sessions": {
             "open": len(node.sessions),
@@ -137,8 +148,8 @@ def _stats(
             "reservations": len(store.puts),
             "quarantined_slots": store.puts.quarantined_slots,
         },
-        "tenants": _tenants(settings, store, {one.tenant for one in own}, tenant),
-        "pins": {"blocks": len(pinned), "bytes": sum(map(catalog.slot_bytes, pinned))},
+        "tenants": _tenants(settings, store, tenants, tenant),
+        "pins": {"blocks": pinned_blocks, "bytes": pinned_bytes},
         "uptime_s": round(now_s - store.started_s, 3),
     }
 

@@ -21,9 +21,10 @@ from kvstore.tenancy import Tenancies
 from kvstore.wire import Outcome
 from kvstored import reports
 from kvstored.config import Settings
-from kvstored.metrics import NAMED_MAX, Exposition
+from kvstored.metrics import NAMED_MAX
 from kvstored.node import Node
 from tests.core.parts import Core, core, flat_namespace, hash_of, sliced_namespace
+from tests.daemon.report import exposed
 from tests.daemon.test_metrics import samples, value
 from tests.daemon_fixture import KIB, MIB, running
 from tests.rawclient import RawClient, keys, namespace
@@ -320,7 +321,35 @@ def test_an_engine_sees_its_own_tenant_and_an_admin_sees_all() -> None:
                 everything = await reports.stats_for(node, None, "")
                 assert [told["tenant"] for told in everything["tenants"]] == ["them", "us"]
                 assert everything["totals"]["queried_blocks"] == 15
-                assert reports.stats(node)["totals"] == everything["totals"], "metrics are whole"
+                assert (await reports.stats(node))["totals"] == everything["totals"], "metrics are whole"
+        finally:
+            await store.close()
+
+    asyncio.run(run())
+
+
+def test_a_report_over_many_namespaces_lets_others_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 65,536 namespaces one go would take 150 ms; a portion takes about one."""
+    monkeypatch.setattr(reports, "_PORTION", 10)
+    monkeypatch.setattr(reports, "_ROWS_PORTION", 16)
+
+    async def run() -> None:
+        store = await Store.open(StoreSettings(cpu_size_bytes=8 * MIB))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                node = Node(Settings(socket=Path("s"), cpu_size_bytes=8 * MIB), store, b"b", tasks)
+                for number in range(300):
+                    store.tenancy("us", salted(number)).counters.queried_blocks = 1
+                for report in (reports.stats(node), reports.stats_for(node, None, "")):
+                    asked = tasks.create_task(report)
+                    turns = 0
+                    while not asked.done():
+                        await asyncio.sleep(0)
+                        turns += 1
+                    assert turns >= 300 // 10 + reports.LISTED_MAX // 16
+                    assert len(asked.result()["namespaces"]) == reports.LISTED_MAX
+                    assert asked.result()["namespaces_left_out"] == 300 - reports.LISTED_MAX
+                    assert asked.result()["totals"]["queried_blocks"] == 300
         finally:
             await store.close()
 
@@ -348,7 +377,7 @@ def test_metrics_sum_the_namespaces_that_a_report_leaves_out() -> None:
         }
 
     first = report([1] * (NAMED_MAX + 50), left_out=20)
-    exposition = Exposition(lambda: first, lambda: None)
+    exposition = exposed(lambda: first)
     found = samples(first, exposition)
     other = {"namespace": "other", "model": "other"}
     assert value(found, "namespaces") == NAMED_MAX + 50

@@ -19,10 +19,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.wire import MISS_REASONS
-from kvstored.metrics import Exposition
 from kvstored.options import OPTIONS
 from kvstored.sources import gather
-from tests.daemon.report import full_report
+from tests.daemon.report import exposed, full_report
 from tests.product import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -69,7 +68,7 @@ def test_commented_settings_of_the_example_exist_and_are_not_the_defaults(short_
 @pytest.fixture(scope="module")
 def series() -> dict[str, set[str]]:
     """Return every series of /metrics with its labels."""
-    text = asyncio.run(Exposition(full_report, lambda: None).text()).decode()
+    text = asyncio.run(exposed(full_report).text()).decode()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

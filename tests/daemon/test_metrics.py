@@ -16,13 +16,13 @@ from kvstore.errors import BadSetting, UnavailableError
 from kvstore.wire import MISS_REASONS
 from kvstored.http import CONNECTIONS_MAX, listening
 from kvstored.metrics import NAMED_MAX, OTHER, Exposition
-from tests.daemon.report import full_report
+from tests.daemon.report import exposed, full_report
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def samples(report: dict[str, Any], exposition: Exposition | None = None) -> Samples:
-    text = asyncio.run((exposition or Exposition(lambda: report, lambda: None)).text()).decode()
+    text = asyncio.run((exposition or exposed(lambda: report)).text()).decode()
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation, family.name
@@ -95,7 +95,7 @@ def test_namespaces_and_tenants_past_the_cap_share_one_name() -> None:
 
 def test_other_namespaces_are_summed_and_never_counted_back() -> None:
     report = full_report(namespaces=NAMED_MAX + 3)
-    exposition = Exposition(lambda: report, lambda: None)
+    exposition = exposed(lambda: report)
     name = {"namespace": OTHER, "model": OTHER}
     late = report["namespaces"][NAMED_MAX:]
     expected = sum(namespace["queried_blocks"] for namespace in late)
@@ -123,7 +123,7 @@ class Daemon:
     def __init__(self) -> None:
         self.reason: str | None = None
 
-    def stats(self) -> dict[str, Any]:
+    async def stats(self) -> dict[str, Any]:
         return full_report()
 
     def unready(self) -> str | None:
