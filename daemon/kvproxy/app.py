@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import random
 import socket
@@ -197,9 +198,10 @@ async def _bound(address: tuple[str, int], key: str) -> socket.socket:
         listener.setblocking(False)
     except OSError as exc:
         listener.close()
-        raise UnavailableError(
-            f"{key}: {host}:{port} can't be bound ({exc.strerror}): stop what listens there, or choose another --{key}"
-        ) from exc
+        text = f"{key}: {host}:{port} can't be bound ({os.strerror(exc.errno or 0)})"
+        if exc.errno == errno.EADDRINUSE:
+            raise UnavailableError(f"{text}: stop what listens there (ss -ltnp), or choose another --{key}") from exc
+        raise BadSetting(f"{text}: write an address of this machine and a port above 1023") from exc
     return listener
 
 
