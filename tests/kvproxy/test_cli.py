@@ -68,7 +68,9 @@ def worker() -> Iterator[Gated]:
 
 
 @contextmanager
-def kvproxy(log: Path, *arguments: str, environ: dict[str, str] | None = None) -> Generator[subprocess.Popen[bytes], None, None]:
+def kvproxy(
+    log: Path, *arguments: str, environ: dict[str, str] | None = None
+) -> Generator[subprocess.Popen[bytes], None, None]:
     with log.open("wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "kvproxy", "--listen", "127.0.0.1:0", "--log-format", "json", *arguments],
@@ -177,9 +179,7 @@ def test_an_address_that_is_taken_is_status_1_with_what_to_do(short_dir: Path) -
         (("--decode", "http://127.0.0.1:9", "--listen", "203.0.113.1:0"), "203.0.113.1"),
     ],
 )
-def test_wrong_settings_are_status_2_and_one_clear_text(
-    short_dir: Path, arguments: tuple[str, ...], word: str
-) -> None:
+def test_wrong_settings_are_status_2_and_one_clear_text(short_dir: Path, arguments: tuple[str, ...], word: str) -> None:
     log = short_dir / "log"
     with kvproxy(log, *arguments) as process:
         assert process.wait(60) == 2

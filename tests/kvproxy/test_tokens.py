@@ -113,7 +113,7 @@ def test_a_directory_without_a_readable_tokenizer_is_refused(tmp_path: Path) -> 
         async with StubWorker(Role.DECODE) as d, tokenizer(d, setting=str(tmp_path)):
             pass
 
-    with pytest.raises(BadSetting, match="no tokenizer.json"):
+    with pytest.raises(BadSetting, match=r"no tokenizer\.json"):
         on_loop(make)()
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadSetting, match="can't be read"):
