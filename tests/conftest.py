@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import obstore
+import obstore.store
 import pytest
 import uvloop
 
@@ -65,11 +68,22 @@ def private_temp_dir(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def _session_leaves_nothing(private_temp_dir: Path) -> Iterator[None]:
     uvloop.new_event_loop().close()  # opens libuv's signal pipe, once a process
+    _open_reactor()
     before = leaks.take(private_temp_dir, shm=_ALONE)
     yield
     left = leaks.leaks(before, private_temp_dir, shm=_ALONE)
     if left:
         pytest.fail("fixtures of this session left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def _open_reactor() -> None:
+    """Have obstore open its reactor's descriptors, once a process."""
+    store = obstore.store.MemoryStore()
+
+    async def touch() -> None:
+        await obstore.put_async(store, "x", b"")
+
+    asyncio.run(touch())
 
 
 @pytest.fixture(scope="session")
