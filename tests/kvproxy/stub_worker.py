@@ -71,6 +71,8 @@ class Behaviour:
         Added to each answer.
     body : bytes, optional
         Sent instead of an answer that is no stream, or of a stream's first event.
+    raw : bytes, optional
+        Sent instead of a response of HTTP, and the connection is closed.
     transfer : mapping, optional
         kv_transfer_params of answers that are no stream.
     health : int, optional
@@ -94,6 +96,7 @@ class Behaviour:
     closes_idle: bool = False
     padding_bytes: int = 0
     body: bytes | None = None
+    raw: bytes | None = None
     transfer: Mapping[str, Any] | None = None
     health: int | None = 200
     tokenizes: bool = True
@@ -310,7 +313,10 @@ class _Connection(asyncio.Protocol):
             await asyncio.Event().wait()
         if behaviour.before_headers is not None:
             await behaviour.before_headers.wait()
-        if behaviour.resets_before_headers:
+        if behaviour.raw is not None:
+            await self._send(behaviour.raw)
+            self._close()
+        elif behaviour.resets_before_headers:
             self.reset()
         elif behaviour.closes_before_headers:
             self._close()
