@@ -321,9 +321,6 @@ class Puts:
 
     # ---- waiting
 
-    def is_busy(self, tenancy: Tenancy, block_hash: bytes) -> bool:
-        return block_hash in self._writing.get(tenancy.number, ())
-
     def wait(self, tenancy: Tenancy, missing: Iterable[bytes], tell: Callable[[Outcome], None]) -> Arrival:
         """Register somebody who waits for blocks that are not there; `stop_waiting` must be called in the end."""
         arrival = Arrival(tenancy, set(missing), tell)

@@ -323,10 +323,12 @@ def test_one_leased_row_in_each_cold_region_costs_a_bounded_look_once(sizes: Two
 
 
 def test_a_pinned_row_keeps_its_region_until_the_pin_ends(sizes: TwoSizes) -> None:
-    pinned = {rows[7]: NEVER_S for rows in sizes.cold.values()}
-    sizes.parts.catalog.pinned.update(pinned)
+    pins = sizes.parts.catalog.pins
+    for rows in sizes.cold.values():
+        pins.pin(rows[7], NEVER_S)
     assert not sizes.victims.for_slots(LARGE, 1).is_region
-    sizes.parts.catalog.pinned.clear()
+    for rows in sizes.cold.values():
+        pins.unpin(rows[7])
     sizes.parts.clock.advance(1)
     assert is_whole_region(sizes, sizes.victims.for_slots(LARGE, 1))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from tests.daemon.report import exposed
 from tests.daemon.test_metrics import samples, value
 from tests.daemon_fixture import KIB, MIB, running
 from tests.rawclient import RawClient, keys, namespace
+from tests.stores import kept_going, stored_durably
 
 SPACE = namespace(4 * KIB)
 
@@ -205,7 +204,7 @@ def test_namespaces_that_are_forgotten_leave_the_ssd_directory_too(
         async with kept_going(settings) as store:
             spaces = [store.tenancy("t", salted(number)) for number in range(5)]
             for space in spaces:
-                assert await durably_stored(store, space)
+                assert await stored_durably(store, space, keys(1))
             await store.drop_namespaces(spaces[:3])
             await store.drop_namespaces(spaces[:1])
             while store.catalog.reclaiming or store.catalog.departed:
@@ -219,7 +218,7 @@ def test_namespaces_that_are_forgotten_leave_the_ssd_directory_too(
             assert len(store.disk.namespaces()) == 2
             again = store.tenancy("t", salted(0))
             assert (again.epoch, again.disk_number) == (2, None)
-            assert await durably_stored(store, again)
+            assert await stored_durably(store, again, keys(1))
             store.check_integrity()
         async with kept_going(settings) as store:
             assert store.disk is not None
@@ -229,27 +228,6 @@ def test_namespaces_that_are_forgotten_leave_the_ssd_directory_too(
             assert store.tenancy("t", salted(1)).epoch == 2, "the floor is durable"
 
     asyncio.run(asyncio.wait_for(run(), 60))
-
-
-@contextlib.asynccontextmanager
-async def kept_going(settings: StoreSettings) -> AsyncGenerator[Store, None]:
-    """Give a store that is populated and kept going."""
-    store = await Store.open(settings)
-    ready = asyncio.Event()
-    keeping = asyncio.create_task(store.run(ready.set))
-    try:
-        await ready.wait()
-        yield store
-    finally:
-        keeping.cancel()
-        await asyncio.wait([keeping])
-        await store.close()
-
-
-async def durably_stored(store: Store, space: tenancy.Tenancy) -> bool:
-    session = store.open_session("t", admin=True)
-    ticket, _ = store.puts.reserve(session, space, keys(1), store.clock.monotonic_s())
-    return await store.make_durable(store.puts.seal(ticket, None, (), None).rows, 30.0) == [True]
 
 
 def test_totals_keep_what_was_counted_of_forgotten_namespaces(parts: Core) -> None:
