@@ -13,7 +13,7 @@ from kvstore.errors import KVStoreError
 from kvstore.wire import Outcome
 from tests.daemon_fixture import KIB, MIB, Daemon, eventually, running
 from tests.puppet import Puppet, puppet
-from tests.rawclient import RawClient, keys, namespace, payload
+from tests.rawclient import RawClient, keys, namespace
 
 SPACE = namespace(64 * KIB)
 LONG_S = 300.0
@@ -173,29 +173,6 @@ def test_g05_a_memory_full_of_pins_still_serves_copies_of_what_lies_on_ssd(short
         cold = store_on_ssd(client, ns, "cold", 64)
         pin_everything(daemon, client, holder, ns)
         assert client.get(ns, cold) == [Outcome.HIT] * 64
-        client.check(verify=True)
-
-
-def test_g05_views_are_never_lent_out_of_the_reserve_that_copies_pass_through(short_dir: Path) -> None:
-    """Else a few of them, which last, would end what keeps reads going in a memory full of pins."""
-    with running(short_dir, cpu="16MiB") as daemon, daemon.client() as client, daemon.client() as holder:
-        ns = client.open(SPACE)
-        holder.open(SPACE)
-        cold = store_on_ssd(client, ns, "cold", 8)
-        pin_everything(daemon, client, holder, ns)
-        view = client.acquire(ns, cold, copying=False, deadline_s=0.2)
-        assert (view.lease, set(view.outcomes)) == (0, {Outcome.NO_ROOM})
-        copy = client.acquire(ns, cold, copying=True, lease_s=60.0)
-        assert set(copy.outcomes) == {Outcome.HIT}, "now they are in memory, in the reserve"
-        view = client.acquire(ns, cold, copying=False, deadline_s=0.2)
-        assert (view.lease, set(view.outcomes)) == (0, {Outcome.NO_ROOM})
-        holder.close()
-        waiting = wire.Acquire(client.next_id(), ns, cold, copying=False, deadline_s=30.0)
-        client.send(waiting)
-        client.release(copy.lease)
-        lent = client.answer(waiting.id, wire.Acquired)
-        assert set(lent.outcomes) == {Outcome.HIT}
-        assert [client.peek(at, 64) for at in lent.offsets] == [payload(SPACE.digest, h, 64) for h in cold]
         client.check(verify=True)
 
 
