@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import heapq
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -41,6 +42,7 @@ _HOLD_S_FIRST = 1.0
 _HOLD_PART = 0.1
 _HOLDS_MEASURED_MIN = 8  # before the mean is good enough to refuse somebody by it
 _IDLE_CALLERS_MAX = 4096
+_STALE_TURNS_MAX = 64
 _CALLER_CHARS_MAX = 64
 
 
@@ -73,7 +75,9 @@ class _Waiter:
 
 @dataclass(eq=False, slots=True)
 class _Caller:
+    key: str
     served: float = 0.0  # virtual time at which its next request starts, unless the queue's is later
+    turn: int = 0  # the number of its entry in the queue of turns that counts; 0: it has none
     running: int = 0
     waiters: deque[_Waiter] = field(default_factory=deque[_Waiter])
 
@@ -121,6 +125,8 @@ class FairQueue:
         self._is_closed = False
         self._callers: dict[str, _Caller] = {}
         self._with_waiters: dict[str, _Caller] = {}
+        self._turns: list[tuple[float, int, _Caller]] = []  # a heap of who waits; entries of former turns are skipped
+        self._turn_count = 0
         self._idle: dict[str, None] = {}  # callers that hold nothing, the longest idle first
         self._virtual = 0.0
         self._hold_s = _HOLD_S_FIRST
@@ -178,6 +184,9 @@ class FairQueue:
             "a share is bounded": all(len(known.waiters) <= self.share_max for known in callers.values()),
             "nobody waits beside a free place": not self.waiting or self.running == self.running_max,
             "who waits is known": set(self._with_waiters) == {name for name, known in callers.items() if known.waiters},
+            "who waits has a turn": self._with_waiters.keys()
+            == {known.key for _, turn, known in self._turns if turn == known.turn},
+            "turns are bounded": len(self._turns) <= 2 * max(1, self.waiting_max) + _STALE_TURNS_MAX + 1,
             "who holds nothing is known": set(self._idle) == holding_nothing,
             "who holds nothing is bounded": len(self._idle) <= (_IDLE_CALLERS_MAX if self.waiting else 0),
         }
@@ -189,7 +198,7 @@ class FairQueue:
         if self._is_closed:
             raise self._refusal(key, 503, CLOSING, "the proxy is shutting down: send this to another one")
         if self.running < self.running_max:  # then nobody waits
-            self._begin(key, self._known(key), cost)
+            self._begin(self._known(key), cost)
             return
         self._refuse_the_hopeless(key, deadline_s)
         self._make_room(key)
@@ -211,9 +220,11 @@ class FairQueue:
         waiter = _Waiter(key, cost, asyncio.get_running_loop().create_future())
         known = self._known(key)
         known.waiters.append(waiter)
-        known.served = max(known.served, self._virtual)
-        self._with_waiters[key] = known
         self.waiting += 1
+        if len(known.waiters) == 1:
+            self._with_waiters[key] = known
+            known.served = max(known.served, self._virtual)
+            self._queue_up(known)
         return waiter
 
     def _refuse_the_hopeless(self, key: str, deadline_s: float) -> None:
@@ -256,15 +267,27 @@ class FairQueue:
         known.running -= 1
         self.running -= 1
         while self.waiting and self.running < self.running_max:
-            name = min(self._with_waiters, key=lambda name: self._with_waiters[name].served)
-            waiter = self._with_waiters[name].waiters[0]
-            self._remove(waiter)
+            _, turn, next_one = heapq.heappop(self._turns)
+            if turn != next_one.turn:
+                continue  # it has left the queue since
+            waiter = next_one.waiters[0]
             if not waiter.place.done():  # else it was cancelled, and has yet to notice
-                self._begin(name, self._known(name), waiter.cost)
+                self._begin(next_one, waiter.cost)
                 waiter.place.set_result(None)
-        self._forget(key)
+            self._remove(waiter)
+            if next_one.waiters:
+                self._queue_up(next_one)
+        self._forget(known)
 
-    def _begin(self, key: str, known: _Caller, cost: float) -> None:
+    def _queue_up(self, known: _Caller) -> None:
+        if len(self._turns) > 2 * len(self._with_waiters) + _STALE_TURNS_MAX:
+            self._turns = [entry for entry in self._turns if entry[1] == entry[2].turn]
+            heapq.heapify(self._turns)
+        self._turn_count += 1
+        known.turn = self._turn_count
+        heapq.heappush(self._turns, (known.served, known.turn, known))
+
+    def _begin(self, known: _Caller, cost: float) -> None:
         self._virtual = max(self._virtual, known.served)
         known.served = self._virtual + cost
         known.running += 1
@@ -278,18 +301,21 @@ class FairQueue:
         known.waiters.remove(waiter)
         self.waiting -= 1
         if not known.waiters:
-            del self._with_waiters[waiter.key]
-        self._forget(waiter.key)
+            known.turn = 0
+            del self._with_waiters[known.key]
+            self._forget(known)
 
     def _known(self, key: str) -> _Caller:
-        self._idle.pop(key, None)
-        return self._callers.setdefault(key, _Caller())
-
-    def _forget(self, key: str) -> None:
-        """Note that a caller may hold nothing now, and forget those whose debts matter to nobody."""
         known = self._callers.get(key)
-        if known is not None and not known.running and not known.waiters:
-            self._idle[key] = None
+        if known is None:
+            known = self._callers[key] = _Caller(key)
+        self._idle.pop(key, None)
+        return known
+
+    def _forget(self, known: _Caller) -> None:
+        """Note that a caller may hold nothing now, and forget those whose debts matter to nobody."""
+        if not known.running and not known.waiters:
+            self._idle[known.key] = None
         while self._idle and (not self.waiting or len(self._idle) > _IDLE_CALLERS_MAX):
             name = next(iter(self._idle))
             del self._idle[name], self._callers[name]

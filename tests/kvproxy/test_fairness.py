@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -109,7 +109,7 @@ def test_a_single_request_is_not_behind_the_hundred_of_another_caller() -> None:
 
 @given(
     costs=st.dictionaries(
-        st.sampled_from("abcd"), st.lists(st.floats(1, 1000), min_size=3, max_size=30), min_size=2, max_size=4
+        st.sampled_from("abcd"), st.lists(st.floats(1, 1000), min_size=3, max_size=12), min_size=2, max_size=4
     )
 )
 def test_callers_that_all_wait_are_served_alike_by_cost(costs: Mapping[str, list[float]]) -> None:
@@ -277,20 +277,44 @@ def test_a_waiter_cancelled_in_the_moment_of_its_turn_passes_the_place_on() -> N
     run(steps())
 
 
-def test_any_number_of_names_leaves_nothing_behind() -> None:
+def test_callers_that_hold_nothing_are_forgotten_beyond_a_number_while_others_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvproxy.fairness._IDLE_CALLERS_MAX", 50)
+
     async def steps() -> None:
-        queue = queue_of(running_max=2, waiting_max=4)
-        held, waiting = [Request(queue, "held") for _ in range(2)], [Request(queue, "waits")]
+        queue = queue_of()
+        async with queue.admit("indebted", 1e9):
+            running = Request(queue, "caller")
+            await settled()
+            indebted = Request(queue, "indebted")  # it waits for all whose debts are smaller
+            await settled()
+        for number in range(200):
+            newcomer = Request(queue, f"caller {number}")
+            await settled()
+            running.end.set()
+            await settled()
+            assert newcomer.is_running
+            assert not indebted.is_running
+            assert queue.check_integrity() == []
+            running = newcomer
+        await ended(queue, running, indebted)
+
+    run(steps())
+
+
+def test_a_crowd_that_comes_and_leaves_the_queue_does_not_make_it_grow() -> None:
+    async def steps() -> None:
+        queue = queue_of(waiting_max=8)
+        running = Request(queue, "a")
         await settled()
-        held[0].end.set()
-        waiting[0].end.set()
-        for number in range(6000):
-            request = Request(queue, f"caller {number}")
-            request.end.set()
-            await request.task
-        assert queue.check_integrity() == []
-        await ended(queue, *held, *waiting)
-        assert queue.admitted_count == 6003
+        for number in range(500):
+            waiting = Request(queue, f"caller {number}")
+            await settled()
+            waiting.task.cancel()
+            await settled()
+            assert queue.check_integrity() == []
+        await ended(queue, running)
 
     run(steps())
 
@@ -409,3 +433,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=50, stateful_step_count=30)
