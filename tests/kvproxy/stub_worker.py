@@ -65,6 +65,8 @@ class Behaviour:
         No byte is ever sent.
     resets_before_headers, closes_before_headers : bool
         The connection ends when the request is there.
+    closes_reused : bool
+        A connection ends when a second request is there: the worker had closed it, and the client could not know yet.
     closes_idle : bool
         The answer says keep-alive, and the connection is closed right behind it.
     padding_bytes : int
@@ -93,6 +95,7 @@ class Behaviour:
     hangs: bool = False
     resets_before_headers: bool = False
     closes_before_headers: bool = False
+    closes_reused: bool = False
     closes_idle: bool = False
     padding_bytes: int = 0
     body: bytes | None = None
@@ -197,6 +200,7 @@ class _Connection(asyncio.Protocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._is_ended_here = False
+        self._request_count = 0
 
     # ---- the connection
 
@@ -256,6 +260,7 @@ class _Connection(asyncio.Protocol):
         seen = self._parse()
         if seen is not None:
             self._current = seen
+            self._request_count += 1
             self._task = asyncio.get_running_loop().create_task(self._answer(seen))
             self._task.add_done_callback(self._answered)
 
@@ -318,7 +323,7 @@ class _Connection(asyncio.Protocol):
             self._close()
         elif behaviour.resets_before_headers:
             self.reset()
-        elif behaviour.closes_before_headers:
+        elif behaviour.closes_before_headers or (behaviour.closes_reused and self._request_count > 1):
             self._close()
         elif behaviour.status != 200:
             error = {"message": f"stub says {behaviour.status}", "type": "StubError", "param": None}

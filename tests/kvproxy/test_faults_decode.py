@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -208,15 +209,21 @@ def test_what_d_says_of_a_bad_request_passes_as_it_is_and_nobody_is_blamed(
     run(steps())
 
 
-def test_a_kept_connection_that_d_has_closed_costs_one_safe_retry_and_no_fault(short_dir: Path) -> None:
+@pytest.mark.parametrize("when", ["after its answer", "as the next request is on its way"])
+def test_a_kept_connection_that_d_has_closed_costs_one_safe_retry_and_no_fault(short_dir: Path, when: str) -> None:
     async def steps() -> None:
         async with inside(short_dir) as proxy:
             (d,) = proxy.decode
-            d.behaviour = Behaviour(closes_idle=True)
+            d.behaviour = Behaviour(closes_idle=when == "after its answer", closes_reused=when != "after its answer")
             for number in range(20):
                 assert is_right(await proxy.ask(stream=number % 2 == 0))
-            assert len(d.seen) == 20
             assert (await proxy.workers())[d.url]["state"] == "closed"
+            assert await proxy.metric("legs_total", role="decode", outcome="ok") == 20
+            retries = await proxy.metric("retries_total", role="decode", why="stale-connection")
+            assert retries or when == "after its answer"
+            asked = Counter(seen.headers["x-request-id"] for seen in d.seen)
+            assert len(asked) == 20
+            assert max(asked.values()) <= 2
 
     run(steps())
 

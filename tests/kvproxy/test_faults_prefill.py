@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -150,16 +151,21 @@ def test_a_p_that_computes_for_long_and_answers_health_is_waited_for(short_dir: 
     run(steps())
 
 
-def test_a_kept_connection_that_p_has_closed_costs_one_safe_retry_and_no_fault(short_dir: Path) -> None:
+@pytest.mark.parametrize("when", ["after its answer", "as the next request is on its way"])
+def test_a_kept_connection_that_p_has_closed_costs_one_safe_retry_and_no_fault(short_dir: Path, when: str) -> None:
     async def steps() -> None:
         async with inside(short_dir) as proxy:
             (p,) = proxy.prefill
-            p.behaviour = Behaviour(closes_idle=True)
+            p.behaviour = Behaviour(closes_idle=when == "after its answer", closes_reused=when != "after its answer")
             for _ in range(20):
                 assert is_right(await proxy.ask())
-            assert len(p.seen) == 20
             assert (await proxy.workers())[p.url]["state"] == "closed"
-            assert await proxy.metric("legs_total", role="prefill", outcome="failed") == 0
+            assert await proxy.metric("legs_total", role="prefill", outcome="ok") == 20
+            retries = await proxy.metric("retries_total", role="prefill", why="stale-connection")
+            assert retries or when == "after its answer"
+            asked = Counter(seen.headers["x-request-id"] for seen in p.seen)
+            assert len(asked) == 20
+            assert max(asked.values()) <= 2
 
     run(steps())
 
