@@ -1,4 +1,4 @@
-"""A real etcd of the tests' own: one member, free ports, a temp directory; killed, stopped, continued, started again."""
+"""A real etcd of the tests' own, on free ports and in a temp directory; killed, stopped, continued, started again."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class EtcdServer:
         self.directory = directory
         self.port = 0
         self._tls = tls
+        self._log_bytes = 0  # of what former processes wrote
         self._process: subprocess.Popen[bytes] | None = None
 
     def place(self, cluster: str, environ: dict[str, str] | None = None, options: str = "") -> EtcdPlace:
@@ -73,6 +74,7 @@ class EtcdServer:
         ]  # fmt: skip
         environ = {key: value for key, value in os.environ.items() if not key.startswith("ETCD_")}
         with (self.directory / "log").open("ab") as out:
+            self._log_bytes = out.tell()
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ)
         with contextlib.suppress(AssertionError):
             eventually(self._serves, "etcd serves")
@@ -85,12 +87,7 @@ class EtcdServer:
         assert self._process is not None
         if self._process.poll() is not None:
             return True  # it won't serve any more: no use to wait
-        return b"ready to serve client requests" in (self.directory / "log").read_bytes() or self._answers()
-
-    def _answers(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
-            return True
-        return False
+        return b"ready to serve client requests" in (self.directory / "log").read_bytes()[self._log_bytes :]
 
     def stop(self) -> None:
         """Stop its process where it is."""

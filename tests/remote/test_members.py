@@ -159,6 +159,8 @@ def test_a_changed_description_of_this_daemon_shows(members: Members) -> None:
     assert members.view.placement.weights == {"own": 128 * GIB}
 
 
-@pytest.mark.parametrize(("address", "text"), [(Address("10.0.0.1", 5), "10.0.0.1:5"), (Address("fd00::1", 5), "[fd00::1]:5")])
+@pytest.mark.parametrize(
+    ("address", "text"), [(Address("10.0.0.1", 5), "10.0.0.1:5"), (Address("fd00::1", 5), "[fd00::1]:5")]
+)
 def test_an_address_is_written_as_it_is_read(address: Address, text: str) -> None:
     assert str(address) == text
