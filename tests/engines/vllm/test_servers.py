@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from demo.processes import Group
 from demo.vllm_server import BLOCK_TOKENS, MODEL, Server, connector
 from tests.daemon_fixture import Daemon, eventually, running
 from tests.engines.vllm.conftest import environment
@@ -19,29 +22,54 @@ EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 HITS = (COUNT - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+_seeds = itertools.count()
+
+
 @pytest.fixture(scope="module")
-def daemon(scratch: Path) -> Iterator[Daemon]:
-    directory = scratch / "servers"
-    directory.mkdir()
-    with running(directory) as daemon:
+def place(private_temp_dir: Path) -> Iterator[Path]:
+    """Return where daemons will be."""
+    directory = Path(tempfile.mkdtemp(prefix="s-", dir=private_temp_dir))
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def servers(place: Path, models: Models) -> Iterator[tuple[Server, Server]]:
+    """Return P and D, which run all the time; the tests' daemons come and go."""
+    with Group() as group:
+        p, d = (
+            group.start(
+                Server, name, environment("0.32"), models.one, place, transfer=connector(Daemon(place).socket, role)
+            )
+            for name, role in (("P", "kv_producer"), ("D", "kv_consumer"))
+        )
+        p.await_ready()
+        d.await_ready()
+        yield p, d
+
+
+@pytest.fixture
+def daemon(place: Path, servers: tuple[Server, Server]) -> Iterator[Daemon]:
+    """Return a daemon that both servers have found."""
+    with running(place) as daemon:
+        await_hand_over(*servers)
         yield daemon
 
 
-@pytest.fixture(scope="module")
-def servers(daemon: Daemon, models: Models, scratch: Path) -> Iterator[tuple[Server, Server]]:
-    started: list[Server] = []
-    try:
-        for name, role in (("P", "kv_producer"), ("D", "kv_consumer")):
-            transfer = connector(daemon.socket, role)
-            started.append(
-                Server(name, environment("0.32"), models.one, scratch / "servers", transfer=transfer)
-            )
-        for server in started:
-            server.await_ready()
-        yield started[0], started[1]
-    finally:
-        for server in started:
-            server.stop()
+def await_hand_over(p: Server, d: Server) -> None:
+    """Return when what P computes is given to D."""
+
+    def is_handed_over() -> bool:
+        tokens = prompt(f"hand over {next(_seeds)}", BLOCK_TOKENS + 1)
+        ask(p, tokens, 1)
+        return given(ask(d, tokens)) == BLOCK_TOKENS
+
+    eventually(is_handed_over, "P's blocks get to D", within_s=60)
+
+
+def given(answer: dict[str, Any]) -> int:
+    """Return how many tokens of its prompt an answer did not need to compute."""
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def ask(server: Server, tokens: list[int], max_tokens: int = 16, **more: Any) -> dict[str, Any]:
@@ -49,6 +77,7 @@ def ask(server: Server, tokens: list[int], max_tokens: int = 16, **more: Any) ->
     return server.post("/v1/completions", {**body, "return_token_ids": True, "logprobs": 1, **more})
 
 
+@pytest.mark.usefixtures("daemon")
 def test_d_says_with_p_s_blocks_what_it_would_have_said(servers: tuple[Server, Server], baseline: Baseline) -> None:
     p, d = servers
     for number in range(5):
@@ -61,7 +90,7 @@ def test_d_says_with_p_s_blocks_what_it_would_have_said(servers: tuple[Server, S
         (choice,) = answer["choices"]
         assert choice["token_ids"] == list(said.tokens)
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(said.logprobs, abs=ROUNDING)
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == HITS
+        assert given(answer) == HITS
         assert d.metric(EXTERNAL_HITS) - hits == HITS
 
 
@@ -75,12 +104,4 @@ def test_servers_outlive_their_daemon_and_find_the_next_one(
         (choice,) = ask(server, tokens)["choices"]
         assert choice["token_ids"] == list(baseline(tokens).tokens)
     daemon.start()
-
-    def is_handed_over(numbers: Iterator[int] = itertools.count()) -> bool:  # noqa: B008  # one count for all calls
-        tokens = prompt(f"the next daemon {next(numbers)}", COUNT)
-        ask(p, tokens, 1)
-        (choice,) = (answer := ask(d, tokens))["choices"]
-        assert choice["token_ids"] == list(baseline(tokens).tokens)
-        return bool(answer["usage"]["prompt_tokens_details"]["cached_tokens"] == HITS)
-
-    eventually(is_handed_over, "P's blocks get to D again", within_s=60)
+    await_hand_over(p, d)
