@@ -20,6 +20,7 @@ from kvstore.wire import Outcome
 from kvstored.remote.bucket import Bucket
 from kvstored.remote.guarded import Backend, Guarded
 from kvstored.remote.objects import ObjectsBackend
+from kvstored.remote.opening import shown
 from kvstored.remote.redis import RedisBackend
 from kvstored.remote.redis_client import RedisPlace
 from tests.remote import servers
@@ -75,7 +76,7 @@ class Place:
     @contextlib.asynccontextmanager
     async def opened(self, writer: str = "node-1", *, wait: bool = True) -> AsyncGenerator[Opened, None]:
         """Give a store that runs; `wait`: once it has learned what is there."""
-        store = Guarded(self.backend(writer, self.clock), self.url, self.clock)
+        store = Guarded(self.backend(writer, self.clock), shown(self.url), self.clock)
         running = asyncio.create_task(store.run())
         try:
             if wait:

@@ -123,21 +123,21 @@ def redis_cluster(directory: Path, nodes: int = 3) -> Generator[list[Server], No
         share = 16384 // nodes + 1
         for number, server in enumerate(servers):
             first, last = number * share, min(16384, (number + 1) * share) - 1
-            _command(server, "CLUSTER", "ADDSLOTSRANGE", str(first), str(last))
+            command(server, "CLUSTER", "ADDSLOTSRANGE", str(first), str(last))
             for other, bus_port in zip(servers, buses, strict=True):
                 if other is not server:
-                    _command(server, "CLUSTER", "MEET", "127.0.0.1", str(other.port), bus_port)
+                    command(server, "CLUSTER", "MEET", "127.0.0.1", str(other.port), bus_port)
         for server in servers:
             eventually(partial(_is_whole, server, nodes), "the cluster is whole")
         yield servers
 
 
 def _is_whole(server: Server, nodes: int) -> bool:
-    state = _command(server, "CLUSTER", "INFO")
+    state = command(server, "CLUSTER", "INFO")
     return "cluster_state:ok" in state and f"cluster_known_nodes:{nodes}" in state
 
 
-def _command(server: Server, *words: str) -> str:
+def command(server: Server, *words: str) -> str:
     """Send a command as anybody could, and return the answer as it comes."""
     with socket.create_connection(("127.0.0.1", server.port), 5.0) as connection:
         parts = [f"*{len(words)}\r\n", *(f"${len(word)}\r\n{word}\r\n" for word in words)]

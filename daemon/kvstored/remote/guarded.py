@@ -59,21 +59,21 @@ class Guarded:
     def __init__(self, backend: Backend, place: str, clock: Clock) -> None:
         self.place = place
         self.health = Health(place, clock)
-        self._backend = backend
+        self.backend = backend
         self._doomed: dict[RemoteScope, set[bytes]] = {}  # deleted, and the store does not know
 
     @property
     def batch_bytes(self) -> int:
-        return self._backend.batch_bytes
+        return self.backend.batch_bytes
 
     async def run(self) -> None:
-        await self._backend.run(self.health)
+        await self.backend.run(self.health)
 
     async def find(self, scope: RemoteScope, hashes: Sequence[bytes], within_s: float) -> list[bool]:
         asked = self._not_doomed(scope, hashes)
         found: list[bool] | None = None
         if asked:
-            found, _ = await self._call(within_s, lambda: self._backend.find(scope, [hashes[at] for at in asked]))
+            found, _ = await self._call(within_s, lambda: self.backend.find(scope, [hashes[at] for at in asked]))
         there = {at for at, is_there in zip(asked, found or (), strict=bool(found)) if is_there}
         return [at in there for at in range(len(hashes))]
 
@@ -85,7 +85,7 @@ class Guarded:
         def note(at: int, result: RemoteFound) -> None:
             found[asked[at]] = result
 
-        _, why = await self._call(within_s, lambda: self._backend.read(scope, wanted, note))
+        _, why = await self._call(within_s, lambda: self.backend.read(scope, wanted, note))
         missed = dict.fromkeys(asked, RemoteFound(why))
         return [found.get(at) or missed.get(at) or RemoteFound(Outcome.ABSENT) for at in range(len(reads))]
 
@@ -97,7 +97,7 @@ class Guarded:
         def note(at: int, outcome: Outcome) -> None:
             outcomes[asked[at]] = outcome
 
-        _, why = await self._call(within_s, lambda: self._backend.write(scope, wanted, note))
+        _, why = await self._call(within_s, lambda: self.backend.write(scope, wanted, note))
         why = Outcome.UNAVAILABLE if why is Outcome.ABSENT else why
         return [outcomes.get(at, why) for at in range(len(writes))]
 
@@ -105,22 +105,22 @@ class Guarded:
         doomed = self._doomed.setdefault(scope, set())
         doomed.update(hashes)
         if sum(map(len, self._doomed.values())) > _DOOMED_MAX:
-            self._backend.forget(scope)  # more than can be remembered one by one: none of the scope's is found
-        await self._tell(within_s, lambda: self._backend.delete(scope, hashes))
+            self.backend.forget(scope)  # more than can be remembered one by one: none of the scope's is found
+        await self._tell(within_s, lambda: self.backend.delete(scope, hashes))
         doomed.difference_update(hashes)
 
     async def drop(self, scope: RemoteScope, within_s: float) -> None:
-        self._backend.forget(scope)
-        await self._tell(within_s, lambda: self._backend.drop(scope))
+        self.backend.forget(scope)
+        await self._tell(within_s, lambda: self.backend.drop(scope))
         self._doomed.pop(scope, None)
 
     def usage(self) -> RemoteUsage:
-        usage, health = self._backend.usage(self.place), self.health
+        usage, health = self.backend.usage(self.place), self.health
         counted = replace(usage, errors=health.errors, timeouts=health.timeouts, throttled=health.throttled)
         return replace(counted, state="degraded", state_text=health.why) if health.is_degraded else counted
 
     async def close(self) -> None:
-        await self._backend.close()
+        await self.backend.close()
 
     def _not_doomed(self, scope: RemoteScope, hashes: Sequence[bytes]) -> Sequence[int]:
         doomed = self._doomed.get(scope)

@@ -212,8 +212,7 @@ class ObjectsBackend:
         return Outcome.DURABLE
 
     async def delete(self, scope: RemoteScope, hashes: Sequence[bytes]) -> None:
-        await self._refresh()  # what others have written since must go, too
-        await self._read_tables()
+        await self.learn()  # what others have written since must go, too
         wanted, key = set(hashes), scope_id(scope)
         packs = [
             pack
@@ -309,11 +308,12 @@ class ObjectsBackend:
     async def run(self, health: Health) -> None:
         """List, learn and sweep until cancelled."""
         while True:
-            began_s = self._clock.monotonic_s()
+            began_s, pause_s = self._clock.monotonic_s(), self._refresh_s
             try:
                 with health.call(LISTING_S):
                     await self._say_alive()
                     await self._refresh()
+                pause_s = max(self._refresh_s, LISTING_SHARE * (self._clock.monotonic_s() - began_s))
                 # From here on it takes as long as it takes: others must not have to wait for its end.
                 for scope in list(self._untold):
                     await self.drop(scope)
@@ -323,13 +323,18 @@ class ObjectsBackend:
                 pass  # the health says it, or the next call will
             except Exception:  # a bug here must not end the daemon
                 log.exception("a listing of the remote store met a bug")
-            await asyncio.sleep(max(self._refresh_s, LISTING_SHARE * (self._clock.monotonic_s() - began_s)))
+            await asyncio.sleep(pause_s)
 
     async def _say_alive(self) -> None:
         if self._clock.monotonic_s() - self._alive_s >= ALIVE_S:
             async with asyncio.timeout(LISTING_S):
                 await self._bucket.put(f"{WRITERS}/{self._writer}", b"alive")
             self._alive_s = self._clock.monotonic_s()
+
+    async def learn(self) -> None:
+        """Know, when this returns, what others had written before it was called."""
+        await self._refresh()
+        await self._read_tables()
 
     async def _refresh(self) -> None:
         """Make the index agree with the store, but for what is written or deleted meanwhile, and for tables."""

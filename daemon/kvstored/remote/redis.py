@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any
 
 from kvstore.clock import Clock
-from kvstore.errors import CorruptionError, KVStoreError
+from kvstore.errors import CorruptionError, KVStoreError, TierUnavailable
 from kvstore.store import in_thread
 from kvstore.tiers.disk_records import NEVER_S
 from kvstore.tiers.remote import RemoteFound, RemoteRead, RemoteScope, RemoteUsage, RemoteWrite
@@ -153,8 +153,9 @@ class RedisBackend:
             for at in part[room:]:
                 self._counts["refused_full"] += 1
                 note(at, Outcome.NO_ROOM)
-            if unused:
-                self._used_bytes = int((await self._client.run([("DECRBY", f"{self._prefix}:used", unused)]))[0])
+            if unused:  # if that is refused, the next sweep counts anew
+                (raw,) = await self._client.run([("DECRBY", f"{self._prefix}:used", unused)])
+                self._used_bytes = _number(raw) if isinstance(raw, int) else self._used_bytes
 
     async def delete(self, scope: RemoteScope, hashes: Sequence[bytes]) -> None:
         epoch = await self._epoch(scope)
@@ -168,7 +169,9 @@ class RedisBackend:
     async def drop(self, scope: RemoteScope) -> None:
         key = scope_id(scope)
         (epoch,) = await self._client.run([("INCR", self._epoch_key(key))])
-        self._epochs[key] = int(epoch)
+        if not isinstance(epoch, int):
+            raise TierUnavailable(f"the drop was refused: {epoch}")
+        self._epochs[key] = epoch
         self._untold.discard(scope)
 
     def usage(self, place: str) -> RemoteUsage:
@@ -233,7 +236,9 @@ class RedisBackend:
         """Add to `used` what fits under the cap; return how many of the sizes, from the first on, that is."""
         total = sum(sizes)
         (raw,) = await self._client.run([("INCRBY", f"{self._prefix}:used", total)])
-        used = int(raw)
+        if is_out_of_memory(raw):
+            return 0
+        used = _number(raw)
         count = len(sizes)
         while count and used > self._capacity_bytes:
             count -= 1
@@ -270,7 +275,7 @@ class RedisBackend:
         """Count what is there, and take what is of older epochs and, above the high mark, the oldest."""
         lock: Command = ("SET", f"{self._prefix}:sweeper", self._me, "NX", "PX", _LOCK_S * 1000)
         granted, used_before = await self._bounded([lock, ("GET", f"{self._prefix}:used")])
-        if granted is None:
+        if granted is None or isinstance(granted, Exception):
             self._used_bytes, self._swept = _number(used_before), True
             return
         try:
@@ -282,7 +287,7 @@ class RedisBackend:
                 counted -= await self._take_oldest(ages, total - int(self._capacity_bytes * _LOW))
             change = counted - _number(used_before)
             (used,) = await self._bounded([("INCRBY", f"{self._prefix}:used", change)])
-            self._used_bytes, self._blocks, self._swept = int(used), blocks, True
+            self._used_bytes, self._blocks, self._swept = _number(used), blocks, True
         finally:
             with contextlib.suppress(KVStoreError, TimeoutError):
                 (owner,) = await self._bounded([("GET", f"{self._prefix}:sweeper")])
