@@ -68,16 +68,15 @@ def baseline(host: Host, models: Models) -> Iterator[Baseline]:
 
 
 @pytest.fixture(scope="module")
-def node(host: Host, models: Models, private_temp_dir: Path) -> Iterator[Node]:
-    """Return a daemon with engines, shared by the tests of a module; none leaves it stopped or full."""
+def place_dir(private_temp_dir: Path) -> Iterator[Path]:
+    """Return a directory where the daemons of a module can be, one after the other."""
     directory = Path(tempfile.mkdtemp(prefix="n-", dir=private_temp_dir))
-    with Node(host, models.one, directory) as node:
-        yield node
+    yield directory
     shutil.rmtree(directory)
 
 
-@pytest.fixture
-def own_node(host: Host, models: Models, short_dir: Path) -> Iterator[Node]:
-    """Return a daemon with engines for one test alone."""
-    with Node(host, models.one, short_dir) as node:
+@pytest.fixture(scope="module")
+def node(host: Host, models: Models, place_dir: Path) -> Iterator[Node]:
+    """Return a daemon with engines, shared by the tests of a module; none leaves it stopped or full."""
+    with Node(host, models.one, place_dir) as node:
         yield node

@@ -7,9 +7,7 @@ next load.
 
 from __future__ import annotations
 
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,15 +21,13 @@ HITS = (COUNT - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
-def place(host: Host, models: Models, private_temp_dir: Path) -> Iterator[Node]:
+def place(host: Host, models: Models, place_dir: Path) -> Iterator[Node]:
     """Return engines, and where daemons will be."""
-    directory = Path(tempfile.mkdtemp(prefix="n-", dir=private_temp_dir))
-    with Node(host, models.one, directory).engines() as node:
+    with Node(host, models.one, place_dir).engines() as node:
         node.engine("P", "kv_producer")
         for load in ("sync", "async"):
             node.engine(f"D-{load}", load=load)
         yield node
-    shutil.rmtree(directory)
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,21 +24,12 @@ _seeds = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def place(private_temp_dir: Path) -> Iterator[Path]:
-    """Return where daemons will be."""
-    directory = Path(tempfile.mkdtemp(prefix="s-", dir=private_temp_dir))
-    yield directory
-    shutil.rmtree(directory)
-
-
-@pytest.fixture(scope="module")
-def servers(place: Path, models: Models) -> Iterator[tuple[Server, Server]]:
+def servers(place_dir: Path, models: Models) -> Iterator[tuple[Server, Server]]:
     """Return P and D, which run all the time; the tests' daemons come and go."""
     with Group() as group:
+        socket = Daemon(place_dir).socket
         p, d = (
-            group.start(
-                Server, name, environment("0.32"), models.one, place, transfer=connector(Daemon(place).socket, role)
-            )
+            group.start(Server, name, environment("0.32"), models.one, place_dir, transfer=connector(socket, role))
             for name, role in (("P", "kv_producer"), ("D", "kv_consumer"))
         )
         p.await_ready()
@@ -49,9 +38,9 @@ def servers(place: Path, models: Models) -> Iterator[tuple[Server, Server]]:
 
 
 @pytest.fixture
-def daemon(place: Path, servers: tuple[Server, Server]) -> Iterator[Daemon]:
+def daemon(place_dir: Path, servers: tuple[Server, Server]) -> Iterator[Daemon]:
     """Return a daemon that both servers have found."""
-    with running(place) as daemon:
+    with running(place_dir) as daemon:
         await_hand_over(*servers)
         yield daemon
 
