@@ -1,8 +1,14 @@
 """Blocks that are not stored in a reader's own slice, served from the slices that are: P at TP 4, D at TP 2.
 
+Theory of operation. A window needs leases on several slices at once. Who holds some of them and waits for the rest may
+wait for somebody who does the same. So while more than one is needed each is asked for with little patience; where one
+does not come, all are given back, and after a pause of random length the window is asked for again, in halves and with
+more patience, which a slow load may need.
+
 Invariants
 1. A block is a hit only if every piece of it was copied under a lease that lasted until its end.
 2. What can't be put together is a miss with the reason LAYOUT; what no slice holds, ABSENT.
+3. No lease on one slice is held for longer than `patience_s` while another one is waited for, nor during a pause.
 """
 
 from __future__ import annotations
@@ -10,8 +16,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import random
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +27,7 @@ from kvclient._copy import Piece
 from kvclient._operations import ACQUIRED, MISSES, Space, check_outcomes, opened, remaining_s, settled
 from kvclient._session import Session
 from kvclient._slices import Move, Plan, plan
-from kvclient._steps import Copy, Operation, Send, Step, Steps, answer, ask
+from kvclient._steps import Copy, Operation, Pause, Send, Step, Steps, answer, ask
 from kvclient._windows import places_of, windows_of
 from kvclient.results import Lookup
 from kvstore import wire
@@ -30,6 +37,9 @@ from kvstore.wire import Outcome
 
 _SIBLINGS_MAX = 256
 _PLANS_MAX = 4096
+_PATIENCE_S_MIN = 0.1
+_PAUSE_S_MAX = 0.2
+_IN_VAIN = (Outcome.NO_ROOM, Outcome.DEADLINE)  # so far
 _FOUND = MISSES + bytes([Outcome.HIT])
 
 
@@ -139,6 +149,7 @@ class _Part:
     request: wire.Acquire
     sent_at: float
     moves: list[Move]
+    is_final: bool  # it may wait until the call's own deadline
 
 
 @dataclass(slots=True)
@@ -163,7 +174,9 @@ class Assembly:
         blocks: Blocks,
         held: dict[int, wire.Message],
         lease_s: float,
+        jitter: Callable[[], float] = random.random,
     ) -> None:
+        self._jitter = jitter
         self._session = session
         self._deadline_at = deadline_at
         self._siblings = siblings
@@ -172,10 +185,13 @@ class Assembly:
         self._lease_s = min(lease_s, session.welcome.lease_s_max)
 
     def copy(
-        self, wanted: Sequence[tuple[int, bytes, tuple[bytes, ...]]]
-    ) -> Generator[Step, Any, dict[int, int]]:
-        """Copy blocks, each given by position, hash and holders as `choices` found them; returns their outcomes."""
-        outcomes: dict[int, int] = {}
+        self, wanted: Sequence[tuple[int, bytes, tuple[bytes, ...]]], settle: Callable[[int, int], None]
+    ) -> Generator[Step, Any, None]:
+        """Copy blocks, each given by position, hash and holders as `choices` found them.
+
+        `settle` is told each one's position and outcome as soon as that is known.
+        """
+        patience_s_max = max(_PATIENCE_S_MIN, (self._deadline_at - self._session.now()) / 4)
         alike: dict[tuple[bytes, ...], list[tuple[int, bytes]]] = {}
         for position, block_hash, holders in wanted:
             alike.setdefault(holders, []).append((position, block_hash))
@@ -186,22 +202,34 @@ class Assembly:
             queue = deque([some[at] for at in part] for part in windows_of(
                 range(len(some)), together, self._session.welcome
             ))  # fmt: skip
+            patience_s = _PATIENCE_S_MIN if len(made.moves) > 1 else math.inf
             while queue:
                 window = queue.popleft()
-                found = yield from self._window(holders, made, window)
+                found = yield from self._window(holders, made, window, patience_s)
+                again: list[tuple[int, bytes]] = []
                 for block, outcome in zip(window, found, strict=True):
-                    outcomes[block[0]] = outcome
-                if again := [block for block in window if outcomes[block[0]] == Outcome.LATER]:
+                    if outcome == Outcome.LATER:
+                        again.append(block)
+                    else:
+                        settle(block[0], outcome)
+                if len(again) == len(window):
+                    yield Send(())  # the releases in the outbox, before the pause
+                    pause_s = self._jitter() * min(patience_s, _PAUSE_S_MAX)
+                    yield Pause(min(pause_s, max(0.0, self._deadline_at - self._session.now())))
+                    patience_s = min(2 * patience_s, patience_s_max)
+                    half = (len(again) + 1) // 2
+                    queue.extendleft(part for part in (again[half:], again[:half]) if part)
+                elif again:
                     queue.appendleft(again)
-        return outcomes
 
     def _window(
-        self, holders: tuple[bytes, ...], made: Plan, window: list[tuple[int, bytes]]
+        self, holders: tuple[bytes, ...], made: Plan, window: list[tuple[int, bytes]], patience_s: float
     ) -> Generator[Step, Any, list[int]]:
         """Copy one window; returns an outcome for each of its blocks, LATER for those to be asked for again."""
         parts: list[_Part] = []
         for place, moves in made.moves.items():
-            parts.append((yield from self._ask(self._siblings.known(holders[place])[0], moves, window)))
+            space = self._siblings.known(holders[place])[0]
+            parts.append((yield from self._ask(space, moves, window, patience_s)))
         outcomes = [int(Outcome.HIT)] * len(window)
         copies = _Copies([], [], [], [], math.inf)
         for part in parts:
@@ -221,19 +249,20 @@ class Assembly:
         return outcomes
 
     def _ask(
-        self, space: Space, moves: list[Move], window: list[tuple[int, bytes]]
+        self, space: Space, moves: list[Move], window: list[tuple[int, bytes]], patience_s: float
     ) -> Generator[Step, Any, _Part]:
         session = self._session
         number = yield from opened(session, space)
+        left_s = remaining_s(session, self._deadline_at)
         request = wire.Acquire(
             session.next_id(),
             number,
             [block_hash for _, block_hash in window],
             lease_s=self._lease_s,
-            deadline_s=remaining_s(session, self._deadline_at),
+            deadline_s=min(left_s, patience_s),
             count=False,
         )
-        part = _Part(space, request, session.now(), moves)
+        part = _Part(space, request, session.now(), moves, is_final=left_s <= patience_s)
         yield Send([request])
         return part
 
@@ -255,6 +284,8 @@ class Assembly:
         if hits and (not reply.lease or len(reply.offsets) != len(window)):
             raise RemoteProtocolError("the daemon named hits without a lease or a place for each")
         for at, outcome in enumerate(reply.outcomes):
+            if outcome in _IN_VAIN and not part.is_final:
+                outcome = Outcome.LATER
             # What is gone matters more than what has no room now.
             if outcome != Outcome.HIT and outcomes[at] in (Outcome.HIT, Outcome.LATER):
                 outcomes[at] = outcome

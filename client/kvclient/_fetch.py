@@ -106,8 +106,7 @@ class Fetch(Operation[FetchResult]):
                 if self._run:
                     break
         assembly = Assembly(session, deadline_at, siblings, self._blocks, self.held, self._lease_s)
-        for position, outcome in (yield from assembly.copy(wanted)).items():
-            self._outcomes[position] = outcome
+        yield from assembly.copy(wanted, self._outcomes.__setitem__)
         return left
 
     def _from_own_slice(
