@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -146,6 +147,10 @@ class Proxy:
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
             await self.process.wait()
+
+    def fd_count(self) -> int:
+        assert self.process is not None
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     # ---- clients
 

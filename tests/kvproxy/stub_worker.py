@@ -63,6 +63,8 @@ class Behaviour:
         How the answer ends; for those that break off, after `whole_tokens` tokens.
     hangs : bool
         No byte is ever sent.
+    is_deaf : bool
+        It goes on as if its client were there, and keeps its side of the connection.
     resets_before_headers, closes_before_headers : bool
         The connection ends when the request is there.
     closes_reused : bool
@@ -93,6 +95,7 @@ class Behaviour:
     ending: Ending = Ending.WHOLE
     whole_tokens: int = 1
     hangs: bool = False
+    is_deaf: bool = False
     resets_before_headers: bool = False
     closes_before_headers: bool = False
     closes_reused: bool = False
@@ -214,6 +217,8 @@ class _Connection(asyncio.Protocol):
         self._next()
 
     def eof_received(self) -> bool:
+        if self._stub.behaviour.is_deaf:
+            return True
         self._gone()
         return False
 

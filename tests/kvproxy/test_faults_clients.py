@@ -179,6 +179,27 @@ def test_many_clients_that_leave_at_once_leave_nothing(short_dir: Path) -> None:
     run(steps())
 
 
+def test_workers_that_do_not_hear_of_it_cost_the_proxy_neither_time_nor_descriptors(short_dir: Path) -> None:
+    async def steps() -> None:
+        async with proxied(short_dir) as proxy:
+            assert (await proxy.ask()).status == 200
+            before = proxy.fd_count()
+            for stub in (*proxy.prefill, *proxy.decode):
+                stub.behaviour = Behaviour(hangs=True, is_deaf=True)
+            for number in range(20):
+                asking = asyncio.create_task(proxy.ask())
+                await proxy.prefill[0].arrived(number + 2)
+                await leave(asking)
+            await nothing_is_left(proxy, gone=20)
+
+            async def are_closed() -> bool:
+                return proxy.fd_count() <= before + 4  # a kept connection or two, and this question's own
+
+            await eventually(are_closed, "its descriptors are back")
+
+    run(steps())
+
+
 @pytest.mark.parametrize("how", ["closes", "resets"])
 def test_however_its_connection_ends(short_dir: Path, how: str) -> None:
     async def steps() -> None:
