@@ -29,18 +29,23 @@ lint: .venv/.stamp ## ruff, mypy and pyright
 	.venv/bin/mypy
 	.venv/bin/basedpyright
 
-unit: .venv/.stamp ## the tests alone, without those marked stress, gpu, ucx or vllm
-	.venv/bin/python -m pytest -q -n $(PYTEST_WORKERS) -m 'not stress and not gpu and not ucx and not vllm' $(PYTEST_ARGS)
+unit: .venv/.stamp ## the tests alone, without those marked stress, gpu, ucx, vllm or sglang
+	.venv/bin/python -m pytest -q -n $(PYTEST_WORKERS) -m 'not stress and not gpu and not ucx and not vllm and not sglang' $(PYTEST_ARGS)
 
-engines: ## make the environments that run vLLM, outside the checkout: 3 GB, 3 to 10 minutes, once
+engines: ## make the environments with vLLM and SGLang, outside the checkout: 3.5 GB, 4 to 12 minutes, once
 	@requirements/engines.sh vllm-0.32 >/dev/null
 	@requirements/engines.sh vllm-0.28 >/dev/null
+	@requirements/sglang.sh sglang-0.5.23 >/dev/null
+	@requirements/sglang.sh sglang-0.5.9 >/dev/null
 
 # Engines are shared by the tests of a file, and started by whoever runs it.
-test-engines: .venv/.stamp engines ## the tests with real vLLM engines, not among those of make test
+test-engines: .venv/.stamp engines ## the tests with vLLM and SGLang, not among those of make test
 	VLLM_ENVIRONMENT=$$(requirements/engines.sh vllm-0.32) \
 	OLDER_VLLM_ENVIRONMENT=$$(requirements/engines.sh vllm-0.28) \
-	.venv/bin/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile -m vllm tests/engines/vllm $(PYTEST_ARGS)
+	SGLANG_ENVIRONMENT=$$(requirements/sglang.sh sglang-0.5.23) \
+	OLDER_SGLANG_ENVIRONMENT=$$(requirements/sglang.sh sglang-0.5.9) \
+	.venv/bin/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile -m 'vllm or sglang' \
+		tests/engines/vllm tests/engines/sglang $(PYTEST_ARGS)
 
 bench: .venv/.stamp ## how close to memcpy; one JSON line a bench
 	@.venv/bin/python -m bench
