@@ -102,6 +102,46 @@ def test_p_is_asked_only_where_it_can_help(short_dir: Path, members: dict[str, A
     run(steps())
 
 
+@pytest.mark.parametrize("told_by", ["header", "body"])
+def test_turns_of_one_session_meet_at_one_p_and_one_d_and_sessions_are_spread(short_dir: Path, told_by: str) -> None:
+    async def steps() -> None:
+        async with inside(short_dir, p_count=3, d_count=3) as proxy:
+
+            async def turn(session: str) -> None:
+                if told_by == "header":
+                    assert is_right(await proxy.ask(headers={"X-Session-Id": session}))
+                else:
+                    assert is_right(await proxy.ask(prompt_cache_key=session))
+
+            for _ in range(5):
+                await turn("one")
+            for stubs in (proxy.prefill, proxy.decode):
+                assert sorted(len(stub.seen) for stub in stubs) == [0, 0, 5]
+            for number in range(40):
+                await turn(f"session {number}")
+            for stubs in (proxy.prefill, proxy.decode):
+                assert all(stub.seen for stub in stubs)
+
+    run(steps())
+
+
+def test_requests_at_once_are_spread_by_what_each_worker_has_to_do(short_dir: Path) -> None:
+    async def steps() -> None:
+        async with inside(short_dir, p_count=2, d_count=2) as proxy:
+            gates = [asyncio.Event() for _ in range(4)]
+            for stub, gate in zip((*proxy.prefill, *proxy.decode), gates, strict=True):
+                stub.behaviour = Behaviour(before_headers=gate)
+            asking = [asyncio.create_task(proxy.ask()) for _ in range(20)]
+            for stubs, gate in ((proxy.prefill, gates[:2]), (proxy.decode, gates[2:])):
+                for stub in stubs:
+                    await stub.arrived(10)
+                for one in gate:
+                    one.set()
+            assert all([is_right(await one) for one in asking])
+
+    run(steps())
+
+
 # ---- callers crowd
 
 
