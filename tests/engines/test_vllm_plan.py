@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvclient._vllm_plan import Plan, Scheduled, StepPlan, Variant
+from kvclient._vllm_plan import Plan, Scheduled, StepPlan, Transfer, Variant
 
 BLOCK = 4
 NO_VARIANT = Variant()
@@ -300,10 +300,10 @@ class Running:
 
 
 class AnyScheduler(RuleBasedStateMachine):
-    """Admits, runs in chunks, preempts, aborts and finishes requests; loads fail as they like.
+    """Admits, runs in chunks, preempts, aborts and finishes requests; loads fail, stores are slow, as they like.
 
-    The model knows what every page holds. A save is right if the page holds that block's KV at the end of its step, and
-    a load if the request owns the page.
+    The model knows what every page holds. A save is right if its pages hold those blocks' KV whenever it is carried out,
+    and a load if the request owns the pages and lacks their blocks.
     """
 
     def __init__(self) -> None:
@@ -312,11 +312,15 @@ class AnyScheduler(RuleBasedStateMachine):
         self.free = set(range(PAGES))
         self.waiting: list[Prompt] = []
         self.running: dict[str, Running] = {}
-        self.kept: dict[str, list[int]] = {}
+        self.kept: dict[str, list[int]] = {}  # pages of requests that are over, until their saves are
+        self.told: set[str] = set()  # of these, those that the worker has been told of
         self.holds: dict[int, bytes | None] = dict.fromkeys(range(PAGES))
         self.stored: set[bytes] = set()
-        self.saved_since_admission: dict[str, set[bytes]] = {}
+        self.saved: dict[str, set[bytes]] = {}  # since its last admission
+        self.jobs: list[tuple[int, Transfer]] = []
+        self.number = -1
         self.preempted: set[str] = set()
+        self.has_failed: set[str] = set()
         self.count = 0
 
     @rule(tokens=st.integers(1, 30), max_tokens=st.sampled_from([1, 8]), family=st.sampled_from("abc"))
@@ -325,27 +329,29 @@ class AnyScheduler(RuleBasedStateMachine):
         self.waiting.append(Prompt(f"r{self.count}", tokens, max_tokens, family=family))
 
     @precondition(lambda self: bool(self.waiting))
-    @rule(known=st.integers(0, 8))
-    def admits(self, known: int) -> None:
+    @rule(own=st.integers(0, 3), known=st.integers(0, 8))
+    def admits(self, own: int, known: int) -> None:
         request = self.waiting[0]
+        name, whole = request.request_id, (request.num_tokens - 1) // BLOCK
         hashes = self.plan.admit(request, NO_VARIANT)
         if hashes is not None:
-            assert 0 < len(hashes) <= (request.num_tokens - 1) // BLOCK
-            there = [block for block in hashes[:known] if block in self.stored]
-            self.plan.answered(request.request_id, len(there) if there == hashes[: len(there)] else 0)
-        external = self.plan.matched(request.request_id, 0)
-        assert external % BLOCK == 0 and external < request.num_tokens
+            assert 0 < len(hashes) <= whole
+            there = [block in self.stored for block in hashes[:known]]
+            self.plan.answered(name, (*there, False).index(False))
+        local = min(own, whole) * BLOCK
+        external = self.plan.matched(name, local)
+        assert external % BLOCK == 0 and local + external < request.num_tokens
+        assert not external or name not in self.has_failed, "it could fail for ever"
         need = -(-request.num_tokens // BLOCK)
         if need > len(self.free):
             return
         self.waiting.pop(0)
         pages = [self.free.pop() for _ in range(need)]
-        for page in pages:
-            self.holds[page] = None
-        self.plan.allocated(request.request_id, pages, external)
-        run = Running(request, pages, computed=external, is_loading=external > 0)
-        self.running[request.request_id] = run
-        self.saved_since_admission[request.request_id] = set()
+        for at, page in enumerate(pages):
+            self.holds[page] = request.block_hashes[at] if at < local // BLOCK else None
+        self.plan.allocated(name, pages, external)
+        self.running[name] = Running(request, pages, computed=local + external, is_loading=external > 0)
+        self.saved[name] = set()
 
     @rule(chunk=st.integers(1, 12), failing=st.integers(0, 3), seed=st.integers(0, 99))
     def steps(self, chunk: int, failing: int, seed: int) -> None:
@@ -357,13 +363,16 @@ class AnyScheduler(RuleBasedStateMachine):
             entries.append(Scheduled(run.request.request_id, run.computed, new, pages, replaces=run.is_new))
             run.is_new = False
         plan = self.plan.step(entries, self.preempted)
+        assert set(plan.preempted) == self.preempted
+        self.jobs = [job for job in self.jobs if job[1].request not in self.preempted]  # before they are overwritten
         self.preempted = set()
+        self.number = plan.number
         for entry, run in zip(entries, ready, strict=True):
             end = entry.computed_tokens + entry.new_tokens
             for at in range(entry.computed_tokens // BLOCK, end // BLOCK):
                 self.holds[run.pages[at]] = run.request.block_hashes[at]
             run.computed = end
-        self.carries_out(plan)
+        self.takes(plan)
         self.ends_loads(plan, failing, random.Random(seed))
         for run in ready:
             if run.computed == run.request.num_tokens:
@@ -371,58 +380,71 @@ class AnyScheduler(RuleBasedStateMachine):
                 if len(run.pages) * BLOCK < run.request.num_tokens:
                     self.ends(run.request.request_id, aborted=False)
 
-    def carries_out(self, plan: StepPlan) -> None:
+    def takes(self, plan: StepPlan) -> None:
         for save in plan.saves:
-            for block, page in zip(save.hashes, save.pages, strict=True):
-                assert self.holds[page] == block, "saved what is not there"
-                assert page not in self.free, "saved from a page that was given back"
-                already = self.saved_since_admission.setdefault(save.request, set())
-                assert block not in already, "saved twice"
-                already.add(block)
-                self.stored.add(block)
+            already = self.saved.setdefault(save.request, set())
+            assert already.isdisjoint(save.hashes), "saved twice"
+            already.update(save.hashes)
+            self.jobs.append((plan.number, save))
         assert set(plan.sending) <= set(self.kept)
-        for request in plan.sending:
-            self.free.update(self.kept.pop(request))
-        self.plan.done(plan.number)
+        self.told.update(plan.sending)
+        while self.jobs and plan.settles:
+            self.stores()
+        self.sends()
+
+    @precondition(lambda self: bool(self.jobs))
+    @rule()
+    def stores(self) -> None:
+        _, save = self.jobs.pop(0)
+        for block, page in zip(save.hashes, save.pages, strict=True):
+            assert page not in self.free, "stored from a page that was given back"
+            assert self.holds[page] == block, "stored what is not there"
+            self.stored.add(block)
+        self.sends()
+
+    def sends(self) -> None:
+        """Say what the worker would: which saves have ended."""
+        busy = {save.request for _, save in self.jobs}
+        for name in self.told - busy:
+            self.told.discard(name)
+            self.free.update(self.kept.pop(name))
+        self.plan.done(min((number - 1 for number, _ in self.jobs), default=self.number))
 
     def ends_loads(self, plan: StepPlan, failing: int, chance: random.Random) -> None:
         for load in plan.loads:
-            run = self.running.get(load.request)
-            if run is None:
-                continue  # aborted meanwhile
-            assert set(load.pages) <= set(run.pages)
-            good = len(load.pages) - min(failing, len(load.pages)) if chance.random() < 0.5 else len(load.pages)
+            run = self.running[load.request]
+            at = run.pages.index(load.pages[0])
+            assert run.pages[at : at + len(load.pages)] == load.pages
+            assert run.request.block_hashes[at : at + len(load.pages)] == load.hashes
+            assert all(self.holds[page] is None for page in load.pages), "loaded over what it has itself"
+            good = len(load.pages) - (min(failing, len(load.pages)) if chance.random() < 0.5 else 0)
             for block, page in zip(load.hashes[:good], load.pages[:good], strict=True):
                 self.holds[page] = block
             run.is_loading = False
             if good < len(load.pages):
+                self.stored.difference_update(load.hashes[good:])
+                self.has_failed.add(load.request)
                 self.plan.failed(set(load.pages[good:]))
-                run.computed = run.pages.index(load.pages[good]) * BLOCK
+                run.computed = (at + good) * BLOCK
                 if not run.computed:  # as vLLM does: admitted anew
                     del self.running[load.request]
                     self.free.update(run.pages)
                     self.waiting.insert(0, run.request)
 
-    @precondition(lambda self: any(not run.is_loading for run in self.running.values()))
+    @precondition(lambda self: any(not run.is_loading and not run.is_new for run in self.running.values()))
     @rule()
     def preempts(self) -> None:
-        name = [name for name, run in self.running.items() if not run.is_loading][-1]
-        run = self.running[name]
-        if run.is_new:
-            return  # it has not run yet
-        del self.running[name]
+        name = [name for name, run in self.running.items() if not run.is_loading and not run.is_new][-1]
+        run = self.running.pop(name)
         self.free.update(run.pages)
         self.preempted.add(name)
         self.waiting.insert(0, run.request)
         self.steps(1, 0, 0)  # vLLM admits nobody in a step that preempts
 
-    @precondition(lambda self: bool(self.running))
-    @rule(aborted=st.booleans())
-    def ends_any(self, aborted: bool) -> None:
-        name = next(iter(self.running))
-        if self.running[name].is_loading:
-            return
-        self.ends(name, aborted=aborted or self.running[name].computed < self.running[name].request.num_prompt_tokens)
+    @precondition(lambda self: any(not run.is_loading for run in self.running.values()))
+    @rule()
+    def aborts(self) -> None:
+        self.ends(next(name for name, run in self.running.items() if not run.is_loading), aborted=True)
 
     def ends(self, name: str, *, aborted: bool) -> None:
         run = self.running.pop(name)
@@ -430,10 +452,10 @@ class AnyScheduler(RuleBasedStateMachine):
             self.kept[name] = run.pages
         else:
             self.free.update(run.pages)
-            complete = run.request.block_hashes[: run.computed // BLOCK]
+            assert all(save.request != name for _, save in self.jobs), "stored from pages that were given back"
             if not aborted:
-                assert self.stored.issuperset(complete), "a block was computed and not stored"
-        self.saved_since_admission.pop(name, None)
+                complete = set(run.request.block_hashes[: run.computed // BLOCK])
+                assert complete <= self.saved[name] | self.stored, "computed, and neither stored nor saved"
 
     @invariant()
     def pages_are_in_one_place(self) -> None:
@@ -442,6 +464,16 @@ class AnyScheduler(RuleBasedStateMachine):
         assert len(held) == len(set(held)) and self.free.isdisjoint(held)
         assert len(held) + len(self.free) == PAGES
 
+    def teardown(self) -> None:
+        for _ in range(200):
+            if not self.running:
+                break
+            self.steps(12, 0, 0)
+        self.steps(1, 0, 0)
+        while self.jobs:
+            self.stores()
+        assert not self.kept, "pages are kept for ever"
+
 
 TestAnyScheduler = AnyScheduler.TestCase
-TestAnyScheduler.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestAnyScheduler.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
