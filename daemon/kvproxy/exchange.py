@@ -189,6 +189,7 @@ class Exchange:
             stall_s=settings.stall_s,
             tokens=self._tokens,
         )
+        is_alone = not worker.requests  # else its time is also that of others
         async with Leg(parts.wires, worker, errand, parts.metrics) as leg:
             await leg.open()
             if counts_as_failure(leg.status) is None:
@@ -201,8 +202,8 @@ class Exchange:
             except msgspec.MsgspecError:
                 raise leg.unfit("the prefill worker's answer is no completion") from None
             leg.good()
-            computed = self._tokens - (self._cached.tokens if self._cached else 0)
-            worker.prefilled(computed, leg.elapsed_s)
+            if is_alone:
+                worker.prefilled(self._tokens - (self._cached.tokens if self._cached else 0), leg.elapsed_s)
             return Prefilled(worker.endpoint.node, transfer)
 
     # ---- D

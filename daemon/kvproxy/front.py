@@ -76,12 +76,9 @@ class Front:
                 await self._idle.wait()
         except TimeoutError:
             log.warning("requests are cut short", extra=fields(running=len(self._running), drain_s=limit_s))
-            for role in Role:
-                for worker in self._parts.fleet.workers(role):
-                    for leg in list(worker.legs):
-                        leg.lose("the proxy is shutting down")
-            async with asyncio.timeout(_LEG_END_S):
-                await self._idle.wait()
+            self._parts.fleet.close("the proxy is shutting down")
+            # What is left after this is cancelled with its connection.
+            await asyncio.wait((asyncio.ensure_future(self._idle.wait()),), timeout=_LEG_END_S)
 
     # ---- requests for workers
 
@@ -101,7 +98,7 @@ class Front:
         began_s, status, route = time.monotonic(), CLIENT_GONE, Route.REFUSE
         identity = identity_of(request.headers)
         try:
-            response, route = await self._generated(kind, request, identity)
+            response, route = await self._generated(kind, request, identity, began_s)
             status = response.status
             return response
         except Refusal as refusal:
@@ -131,7 +128,7 @@ class Front:
             )
 
     async def _generated(
-        self, kind: Kind, request: web.Request, identity: str
+        self, kind: Kind, request: web.Request, identity: str, began_s: float
     ) -> tuple[web.StreamResponse, Route]:
         if self._is_draining:
             raise Refusal(503, "overloaded_error", "draining", "the proxy is shutting down: try another", 2.0)
@@ -143,7 +140,6 @@ class Front:
             await self._admit(stack, request, ask, deadline_s)
             session = request.headers.get(SESSION, "")[:_SESSION_CHARS_MAX] or ask.session
             exchange = Exchange(self._parts, ask, for_worker(request.headers, identity), session, deadline_s)
-            began_s = time.monotonic()
             opened = await exchange.open(stack)
             self._parts.metrics.first_byte(time.monotonic() - began_s)
             if isinstance(opened, Answer):

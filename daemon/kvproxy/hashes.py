@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 
 # vLLM's seed where PYTHONHASHSEED is not set. Before 0.29 it was random then, so nobody could tell hashes.
@@ -23,8 +23,8 @@ _FRAME_BYTES_MAX = 64 << 10
 
 def chain(
     tokens: Sequence[int], block_tokens: int, *, algorithm: str = "sha256", seed: str = SEED, cache_salt: str = ""
-) -> list[bytes]:
-    """Return the hash of each full block of `tokens`.
+) -> Iterator[bytes]:
+    """Yield the hash of each full block of `tokens`, computed as it is asked for.
 
     Raises
     ------
@@ -36,13 +36,11 @@ def chain(
         raise ValueError(f"there is no hash {algorithm!r}: it is one of {', '.join(_ENCODINGS)}")
     if tokens and not 0 <= min(tokens) <= max(tokens) < 1 << 31:
         raise ValueError("a token id is below 0 or above 2^31")
-    hashes: list[bytes] = []
     parent = sha256(encode(seed)).digest()
     for end in range(block_tokens, len(tokens) + 1, block_tokens):
-        salt = (("cache_salt", cache_salt),) if cache_salt and not hashes else None
+        salt = (("cache_salt", cache_salt),) if cache_salt and end == block_tokens else None
         parent = sha256(encode((parent, tuple(tokens[end - block_tokens : end]), salt))).digest()
-        hashes.append(parent)
-    return hashes
+        yield parent
 
 
 Value = str | tuple["bytes", tuple[int, ...], "tuple[tuple[str, str]] | None"]

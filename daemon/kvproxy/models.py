@@ -18,6 +18,7 @@ from kvproxy.workers import Fleet
 
 _BELIEVED_S = 30.0
 _LIMIT_S = 2.0
+_NAMES_S = 0.5  # requests wait for it
 _BYTES_MAX = 4 << 20
 
 
@@ -60,7 +61,11 @@ class Models:
             now_s = asyncio.get_running_loop().time()
             if now_s >= self._read_s + _BELIEVED_S:
                 self._read_s = now_s
-                answer = await self.listed({})
+                try:
+                    async with asyncio.timeout(_NAMES_S):
+                        answer = await self.listed({})
+                except TimeoutError:
+                    answer = None
                 if answer is not None and answer.status == 200:
                     self._note(answer.body)
         return self._names.get(model, (model,))

@@ -229,7 +229,7 @@ OPTIONS = (
     ),
     _option(
         "store-timeout", "DURATION", duration(0.001, 60),
-        "how long the store may take; then nothing counts as cached", "100ms",
+        "how long the store may take; then nothing counts as cached", "250ms",
     ),
     _option(
         "drain-timeout", "DURATION", duration(0, 3600),

@@ -62,7 +62,7 @@ class Settings:
     decode_tokens_per_s: float = 8000.0
     fetch_tokens_per_s: Mapping[str, float]
     tokenize_s: float = 1.0
-    store_s: float = 0.1
+    store_s: float = 0.25
     drain_s: float = 30.0
     log_level: str = "info"
     log_format: str = "text"

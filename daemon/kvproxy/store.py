@@ -13,7 +13,8 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, cast
@@ -87,25 +88,30 @@ class StoreView:
                 prompt, fine, algorithm=self._settings.block_hash, seed=self._settings.hash_seed, cache_salt=cache_salt
             )
             step = group.block_tokens // fine
-            runs = [await self._runs(digest, chain[step - 1 :: step]) for digest in group.digests]
+            runs = await self._runs(group, itertools.islice(chain, step - 1, None, step))
             for tier in held:
                 held[tier] += min(run[tier] for run in runs) * group.block_tokens
         anywhere = held.pop("")
         return Cached({tier: tokens for tier, tokens in held.items() if tokens}, anywhere, group.block_tokens)
 
-    async def _runs(self, digest: bytes, chain: Sequence[bytes]) -> dict[str, int]:
-        """Return the leading run of blocks in each tier, and under "" that in any."""
-        runs: dict[str, int] = dict.fromkeys((*_TIERS, ""), 0)
-        for start in range(0, len(chain), _WINDOW):
-            window = list(chain[start : start + _WINDOW])
-            report = await self._ask(wire.Keys(0, digest, hashes=window))
-            places = {block["hash"]: block["tiers"] for block in cast("list[dict[str, Any]]", report["blocks"])}
-            for number, block_hash in enumerate(window, start):
-                tiers = places.get(block_hash.hex(), ())
-                for tier in (*tiers, *([""] if tiers else [])):
-                    if runs.get(tier) == number:
-                        runs[tier] += 1
-            if runs[""] < start + len(window):
+    async def _runs(self, group: Group, chain: Iterator[bytes]) -> list[dict[str, int]]:
+        """Return, for each rank, the leading run of blocks in each tier, and under "" that in any.
+
+        Hashes are computed as far as the run goes: a prompt that nobody knows costs one window.
+        """
+        runs: list[dict[str, int]] = [dict.fromkeys((*_TIERS, ""), 0) for _ in group.digests]
+        start = 0
+        while window := list(itertools.islice(chain, _WINDOW)):
+            for digest, run in zip(group.digests, runs, strict=True):
+                report = await self._ask(wire.Keys(0, digest, hashes=window))
+                places = {block["hash"]: block["tiers"] for block in cast("list[dict[str, Any]]", report["blocks"])}
+                for number, block_hash in enumerate(window, start):
+                    tiers = places.get(block_hash.hex(), ())
+                    for tier in (*tiers, *([""] if tiers else [])):
+                        if run.get(tier) == number:
+                            run[tier] += 1
+            start += len(window)
+            if min(run[""] for run in runs) < start:
                 break
         return runs
 

@@ -119,6 +119,14 @@ class Fleet:
         self._now_s = now_s
         self._speeds = speeds
         self._workers: dict[tuple[Role, str], Worker] = {}
+        self._is_closed = False
+
+    def close(self, why: str) -> None:
+        """End all legs, and let none begin any more."""
+        self._is_closed = True
+        for worker in self._workers.values():
+            for leg in list(worker.legs):
+                leg.lose(why)
 
     def workers(self, role: Role) -> list[Worker]:
         """Return all workers of a role, in the order they were added."""
@@ -129,7 +137,7 @@ class Fleet:
         return [
             worker.view(cached_tokens)
             for worker in self.workers(role)
-            if worker.is_usable and worker.endpoint.url not in without
+            if worker.is_usable and worker.endpoint.url not in without and not self._is_closed
         ]
 
     def worker(self, role: Role, url: str) -> Worker:

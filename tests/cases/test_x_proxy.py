@@ -36,7 +36,7 @@ def test_x01_a_client_that_gives_up_ends_the_prefill_and_nothing_is_held_or_trie
     if curl is None:
         pytest.skip("curl is not installed")
     space = namespace(4096, model=MODEL)
-    held = hashes.chain(list(PROMPT.encode()), space.block_tokens)[:40]
+    held = list(hashes.chain(list(PROMPT.encode()), space.block_tokens))[:40]
     with running(short_dir, cpu="16MiB", ssd=None) as daemon, daemon.client() as client:
         client.put(client.open(space), held)
 

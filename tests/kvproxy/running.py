@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import uvloop
 
+from kvproxy import hashes
 from kvproxy.app import Served, running
 from kvproxy.settings import Settings, resolve
 from tests.kvproxy.stub_worker import StubWorker
@@ -19,6 +20,11 @@ PROMPT = "It was the best of times, it was the worst of times. " * 8  # long eno
 ASK = {"model": "stub-model", "prompt": PROMPT, "max_tokens": 4}
 CHAT_ASK = {"model": "stub-model", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4}
 WITHIN_S = 30.0
+
+
+def chain(tokens: Sequence[int], block_tokens: int, **more: str) -> list[bytes]:
+    """Return the hashes of all full blocks."""
+    return list(hashes.chain(tokens, block_tokens, **more))
 
 
 def settings_of(*stubs: StubWorker, **flags: Any) -> Settings:

@@ -322,3 +322,22 @@ async def test_what_runs_past_the_drain_s_deadline_ends_by_an_error_event() -> N
         assert text.split("\n\n")[1].startswith("event: error\ndata: ")
         assert "shutting down" in text
         await d.seen[0].cancelled.wait()
+
+
+@on_loop
+async def test_what_the_drain_s_deadline_ends_is_not_begun_elsewhere() -> None:
+    async with (
+        StubWorker(Role.PREFILL, Behaviour(hangs=True)) as p,
+        StubWorker(Role.PREFILL) as other,
+        StubWorker(Role.DECODE) as d,
+        aiohttp.ClientSession() as http,
+    ):
+        async with running(settings_of(p, other, d, drain_timeout="50ms")) as served:
+            first(served, p, other)
+            asking = asyncio.create_task(http.post(f"{served.url}/v1/completions", json=ASK))
+            await p.arrived(1)
+        async with await asking as answer:
+            assert answer.status == 503
+        await p.seen[0].cancelled.wait()
+        assert not other.seen
+        assert not d.seen

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.hashes import chain
+from tests.kvproxy.running import chain
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "vllm_hashes.json").read_text())
 

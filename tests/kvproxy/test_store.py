@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from kvclient import Client, Component, Namespace, Slice
-from kvproxy import hashes
 from kvproxy.types import Role
 from kvstore import wire
 from tests.daemon_fixture import Daemon, running
-from tests.kvproxy.running import ASK, CHAT_ASK, PROMPT, client, on_loop, proxy
+from tests.kvproxy.running import ASK, CHAT_ASK, PROMPT, chain, client, on_loop, proxy
 from tests.kvproxy.stub_worker import MODEL, Behaviour, StubWorker
 
 BLOCK = 16
@@ -59,12 +58,12 @@ async def asks_p(daemon: Daemon, ask: dict[str, Any], path: str = "/v1/completio
 @on_loop
 async def test_p_is_not_asked_for_what_the_store_holds(short_dir: Path, algorithm: str) -> None:
     flags = {"block_hash": algorithm, "hash_seed": "0"}
-    chain = hashes.chain(TOKENS, BLOCK, algorithm=algorithm, seed="0")
+    held = chain(TOKENS, BLOCK, algorithm=algorithm, seed="0")
     with running(short_dir, ssd=None) as daemon:
         assert await asks_p(daemon, ASK, **flags)
-        store(daemon, namespace(), chain[:2])
+        store(daemon, namespace(), held[:2])
         assert await asks_p(daemon, ASK, **flags)
-        store(daemon, namespace(), chain[2:])
+        store(daemon, namespace(), held[2:])
         assert not await asks_p(daemon, ASK, **flags)
         assert not await asks_p(daemon, CHAT_ASK, "/v1/chat/completions", **flags)
         assert not await asks_p(daemon, {**ASK, "prompt": list(TOKENS)}, **flags)
@@ -72,15 +71,15 @@ async def test_p_is_not_asked_for_what_the_store_holds(short_dir: Path, algorith
         assert await asks_p(daemon, {**ASK, "prompt": [PROMPT, PROMPT[::-1]]}, **flags)
         assert await asks_p(daemon, ASK, **{**flags, "hash_seed": "1"})
         assert await asks_p(daemon, {**ASK, "cache_salt": "s"}, **flags)
-        store(daemon, namespace(), hashes.chain(TOKENS, BLOCK, algorithm=algorithm, seed="0", cache_salt="s"))
+        store(daemon, namespace(), chain(TOKENS, BLOCK, algorithm=algorithm, seed="0", cache_salt="s"))
         assert not await asks_p(daemon, {**ASK, "cache_salt": "s"}, **flags)
 
 
 @on_loop
 async def test_asking_counts_no_query_and_holds_nothing(short_dir: Path) -> None:
-    chain = hashes.chain(TOKENS, BLOCK)
+    held = chain(TOKENS, BLOCK)
     with running(short_dir, ssd=None) as daemon:
-        store(daemon, namespace(), chain)
+        store(daemon, namespace(), held)
         assert not await asks_p(daemon, ASK)
         with Client(daemon.socket, strict=True) as reader:
             (counted,) = reader.admin(wire.Stats(0))["namespaces"]
@@ -90,27 +89,27 @@ async def test_asking_counts_no_query_and_holds_nothing(short_dir: Path) -> None
 
 @on_loop
 async def test_a_prefix_is_held_only_if_every_rank_holds_it(short_dir: Path) -> None:
-    chain = hashes.chain(TOKENS, BLOCK)
+    held = chain(TOKENS, BLOCK)
     with running(short_dir, ssd=None) as daemon:
-        store(daemon, namespace(rank=0, ranks=2), chain)
-        store(daemon, namespace(rank=1, ranks=2), chain[:3])
+        store(daemon, namespace(rank=0, ranks=2), held)
+        store(daemon, namespace(rank=1, ranks=2), held[:3])
         assert await asks_p(daemon, ASK)
-        store(daemon, namespace(rank=1, ranks=2), chain[3:])
+        store(daemon, namespace(rank=1, ranks=2), held[3:])
         assert not await asks_p(daemon, ASK)
 
 
 @on_loop
 async def test_another_model_or_two_of_one_name_stand_for_nothing(short_dir: Path) -> None:
-    chain = hashes.chain(TOKENS, BLOCK)
+    held = chain(TOKENS, BLOCK)
     with running(short_dir, ssd=None) as daemon:
-        store(daemon, namespace("another-model"), chain)
+        store(daemon, namespace("another-model"), held)
         assert await asks_p(daemon, ASK)
         assert not await asks_p(daemon, ASK, namespace="another-model")
-        store(daemon, namespace(adapter="lora-1"), chain)
+        store(daemon, namespace(adapter="lora-1"), held)
         assert await asks_p(daemon, ASK), "an adapter's blocks are not the model's"
-        store(daemon, namespace(f"org/{MODEL}"), chain)
+        store(daemon, namespace(f"org/{MODEL}"), held)
         assert not await asks_p(daemon, ASK), "a path or an organisation in front is the same model"
-        store(daemon, namespace(revision="2"), chain[:1])
+        store(daemon, namespace(revision="2"), held[:1])
         assert await asks_p(daemon, ASK), "two revisions: nobody knows which one the engines run"
         digest = namespace(f"org/{MODEL}").digest.hex()
         assert not await asks_p(daemon, ASK, namespace=digest[:12])
@@ -119,7 +118,7 @@ async def test_another_model_or_two_of_one_name_stand_for_nothing(short_dir: Pat
 @on_loop
 async def test_where_tokens_are_not_known_for_sure_p_is_asked(short_dir: Path) -> None:
     with running(short_dir, ssd=None) as daemon:
-        store(daemon, namespace(), hashes.chain(TOKENS, BLOCK))
+        store(daemon, namespace(), chain(TOKENS, BLOCK))
         assert await asks_p(daemon, {**ASK, "truncate_prompt_tokens": 10_000})
         async with (
             StubWorker(Role.PREFILL) as p,
@@ -140,7 +139,7 @@ async def test_where_tokens_are_not_known_for_sure_p_is_asked(short_dir: Path) -
 @on_loop
 async def test_a_store_that_does_not_answer_costs_its_time_and_no_request(short_dir: Path, how: str) -> None:
     with running(short_dir, ssd=None) as daemon:
-        store(daemon, namespace(), hashes.chain(TOKENS, BLOCK))
+        store(daemon, namespace(), chain(TOKENS, BLOCK))
         async with (
             StubWorker(Role.PREFILL) as p,
             StubWorker(Role.DECODE) as d,
@@ -162,7 +161,7 @@ async def test_a_store_that_does_not_answer_costs_its_time_and_no_request(short_
             assert await asked_of_p() == 2
             if how == "killed":
                 daemon.start()
-                store(daemon, namespace(), hashes.chain(TOKENS, BLOCK))
+                store(daemon, namespace(), chain(TOKENS, BLOCK))
             else:
                 daemon.signal(signal.SIGCONT)
             for _ in range(200):
