@@ -284,7 +284,10 @@ def _module_help(name: str) -> str:
 
 
 # Of other programs, in lines that don't begin with their names.
-FOREIGN_FLAGS = {"--index-url", "--no-index", "--find-links", "--memory"}
+FOREIGN_FLAGS = {"--index-url", "--no-index", "--find-links", "--memory"} | {
+    "--kv-transfer-config",
+    "--disable-hybrid-kv-cache-manager",
+}
 _COMMAND = re.compile(r"(?<![\w/.-])(kvstored|kvproxy|kvctl(?: [a-z]+)?|python -m [\w.]+)(?= |$)(?!\.)")
 
 

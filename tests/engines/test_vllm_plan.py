@@ -302,8 +302,8 @@ class Running:
 class AnyScheduler(RuleBasedStateMachine):
     """Admits, runs in chunks, preempts, aborts and finishes requests; loads fail, stores are slow, as they like.
 
-    The model knows what every page holds. A save is right if its pages hold those blocks' KV whenever it is carried out,
-    and a load if the request owns the pages and lacks their blocks.
+    The model knows what every page holds. A save is right if its pages hold those blocks' KV whenever it is carried
+    out, and a load if the request owns the pages and lacks their blocks.
     """
 
     def __init__(self) -> None:
@@ -315,7 +315,7 @@ class AnyScheduler(RuleBasedStateMachine):
         self.kept: dict[str, list[int]] = {}  # pages of requests that are over, until their saves are
         self.told: set[str] = set()  # of these, those that the worker has been told of
         self.holds: dict[int, bytes | None] = dict.fromkeys(range(PAGES))
-        self.stored: set[bytes] = set()
+        self.stored = {b"a/%d" % at for at in range(6)} | {b"b/0", b"b/1"}  # by other engines
         self.saved: dict[str, set[bytes]] = {}  # since its last admission
         self.jobs: list[tuple[int, Transfer]] = []
         self.number = -1
