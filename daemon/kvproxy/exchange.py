@@ -187,7 +187,7 @@ class Exchange:
             self._deadline_s,
             first_byte_s=max(0.0, ends_s - self._loop.time()),
             stall_s=settings.stall_s,
-            tokens=self._tokens,
+            tokens=self._to_compute,
         )
         is_alone = not worker.requests  # else its time is also that of others
         async with Leg(parts.wires, worker, errand, parts.metrics) as leg:
@@ -203,7 +203,7 @@ class Exchange:
                 raise leg.unfit("the prefill worker's answer is no completion") from None
             leg.good()
             if is_alone:
-                worker.prefilled(self._tokens - (self._cached.tokens if self._cached else 0), leg.elapsed_s)
+                worker.prefilled(self._to_compute, leg.elapsed_s)
             return Prefilled(worker.endpoint.node, transfer)
 
     # ---- D
@@ -246,7 +246,7 @@ class Exchange:
             self._deadline_s,
             first_byte_s=settings.first_byte_s,
             stall_s=settings.stall_s,
-            tokens=self._tokens,
+            tokens=0 if transfer else self._to_compute,  # with a P, what is left to D is fetching
             blocks=self._blocks,
         )
         async with AsyncExitStack() as own:
@@ -293,6 +293,10 @@ class Exchange:
     @property
     def _block_tokens(self) -> int:
         return self._cached.block_tokens if self._cached is not None else _BLOCK_TOKENS
+
+    @property
+    def _to_compute(self) -> int:
+        return max(0, self._tokens - (self._cached.tokens if self._cached is not None else 0))
 
     @property
     def _blocks(self) -> int:

@@ -158,7 +158,7 @@ async def read_up_to(response: aiohttp.ClientResponse, limit_bytes: int) -> byte
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """What a leg is to do: where to, with what, by when, and what it weighs."""
+    """What a leg is to do: where to, with what, by when, and what it weighs: tokens to compute, blocks to hold."""
 
     path: str
     body: bytes
@@ -242,6 +242,7 @@ class Leg:
         except LegFailed as exc:
             self._fail(exc)
             raise
+        self.worker.answered(self)
         if counts_as_failure(self.status) is None:
             self._outcome = "refused"
             self._neutral()

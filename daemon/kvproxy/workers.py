@@ -7,7 +7,8 @@ it does not answer, its legs are ended (`Leg.lose`), so that a process which acc
 seconds and not at somebody's deadline.
 
 Invariants
-1. requests, pending_tokens and active_blocks are the sums over the legs in flight: `busy` takes and gives back.
+1. requests and active_blocks are sums over the legs in flight, pending_tokens over those that have no answer yet:
+   `busy` takes and gives back, tokens at `answered` already.
 2. A draining worker gets no new leg; one that is removed is gone once its last leg has ended.
 3. A URL is there once a role.
 """
@@ -46,7 +47,7 @@ class Worker:
         self.tokens_per_s = tokens_per_s
         self.draining = False
         self.removed = False
-        self.legs: set[Losable] = set()
+        self.legs: dict[Losable, int] = {}  # each with the tokens that it waits for
         self.pending_tokens = 0
         self.active_blocks = 0
         self.probes_failed = 0
@@ -90,15 +91,20 @@ class Worker:
     @contextmanager
     def busy(self, leg: Losable, tokens: int, blocks: int) -> Generator[None, None, None]:
         """Count a leg in flight inside the block."""
-        self.legs.add(leg)
+        self.legs[leg] = tokens
         self.pending_tokens += tokens
         self.active_blocks += blocks
         try:
             yield
         finally:
-            self.legs.discard(leg)
-            self.pending_tokens -= tokens
+            self.answered(leg)
+            del self.legs[leg]
             self.active_blocks -= blocks
+
+    def answered(self, leg: Losable) -> None:
+        """Take in that a leg's prompt has been computed: its answer has begun, or will not come."""
+        self.pending_tokens -= self.legs[leg]
+        self.legs[leg] = 0
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Take in that `tokens` were prefilled in `seconds`."""
