@@ -119,7 +119,9 @@ class RemoteStore(Protocol):
     async def write(self, scope: RemoteScope, writes: Sequence[RemoteWrite], within_s: float) -> list[Outcome]:
         """Keep blocks: DURABLE, PRESENT, NO_ROOM, DEADLINE or UNAVAILABLE for each.
 
-        One that timed out may be there nevertheless; it counts as used until that is known.
+        They belong to the epoch of the moment of the call: a `drop` that is called later makes them invisible,
+        whichever of the two is faster. One that timed out may be there nevertheless; it counts as used until that is
+        known.
         """
         ...
 
@@ -131,10 +133,14 @@ class RemoteStore(Protocol):
         ...
 
     async def drop(self, scope: RemoteScope, within_s: float) -> None:
-        """Make everything that was written in a scope before invisible; raises TierUnavailable as `delete` does.
+        """Make everything invisible that was written in a scope, or was being written, when this was called.
 
-        Here it is invisible even if that raises.
+        Raises TierUnavailable as `delete` does; here it is invisible even then.
         """
+        ...
+
+    async def drop_all(self, within_s: float) -> None:
+        """`drop` every scope that anything is stored of, whoever stored it; raises TierUnavailable as `delete` does."""
         ...
 
     def usage(self) -> RemoteUsage: ...

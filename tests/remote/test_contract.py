@@ -96,6 +96,20 @@ def test_a_drop_is_seen_at_once_here_soon_by_others_and_after_a_restart(any_plac
     run(scenario())
 
 
+def test_a_drop_of_all_reaches_what_this_daemon_never_heard_of(any_place: Place) -> None:
+    async def scenario() -> None:
+        async with any_place.opened("node-1") as one, any_place.opened("node-2") as two:
+            await one.write(range(3))
+            await one.write(range(3), scope=OTHER_SCOPE)
+            await two.store.drop_all(WITHIN_S)
+            assert await two.found(range(3), OTHER_SCOPE) == [False] * 3
+            await eventually_found(one, range(3), [False] * 3)
+            assert await one.write([0]) == [Outcome.DURABLE]
+            assert await one.outcomes([0, 1]) == [Outcome.HIT, Outcome.ABSENT]
+
+    run(scenario())
+
+
 def test_single_blocks_can_be_deleted_for_all(any_place: Place) -> None:
     async def scenario() -> None:
         async with any_place.opened("node-1") as one, any_place.opened("node-2") as two:

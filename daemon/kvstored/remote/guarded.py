@@ -48,6 +48,8 @@ class Backend(Protocol):
 
     async def drop(self, scope: RemoteScope) -> None: ...
 
+    async def drop_all(self) -> None: ...
+
     def usage(self, place: str) -> RemoteUsage: ...
 
     async def close(self) -> None: ...
@@ -113,6 +115,9 @@ class Guarded:
         self.backend.forget(scope)
         await self._tell(within_s, lambda: self.backend.drop(scope))
         self._doomed.pop(scope, None)
+
+    async def drop_all(self, within_s: float) -> None:
+        await self._tell(within_s, self.backend.drop_all)
 
     def usage(self) -> RemoteUsage:
         usage, health = self.backend.usage(self.place), self.health

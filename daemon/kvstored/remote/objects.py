@@ -172,6 +172,7 @@ class ObjectsBackend:
             for at in range(len(writes)):
                 note(at, Outcome.UNAVAILABLE)
             return
+        epoch = self.index.epoch(scope_id(scope))  # of this moment: what is dropped meanwhile stays dropped
         fresh: list[int] = []
         for at, write in enumerate(writes):
             if self._locate(scope, write.hash) is None:
@@ -183,14 +184,13 @@ class ObjectsBackend:
             while count < min(len(fresh), BLOCKS_MAX) and size_bytes < self.batch_bytes:
                 size_bytes += len(writes[fresh[count]].payload)
                 count += 1
-            outcome = await self._write_pack(scope, [writes[at] for at in fresh[:count]])
+            outcome = await self._write_pack(scope, epoch, [writes[at] for at in fresh[:count]])
             for at in fresh[:count]:
                 note(at, outcome)
             del fresh[:count]
 
-    async def _write_pack(self, scope: RemoteScope, writes: Sequence[RemoteWrite]) -> Outcome:
+    async def _write_pack(self, scope: RemoteScope, epoch: int, writes: Sequence[RemoteWrite]) -> Outcome:
         key, now_s = scope_id(scope), self._clock.wall_s()
-        epoch = self.index.epoch(key)
         size_bytes = pack_bytes([len(write.payload) for write in writes])
         if not await self._make_room(size_bytes):
             self._counts["refused_full"] += len(writes)
@@ -226,10 +226,17 @@ class ObjectsBackend:
 
     async def drop(self, scope: RemoteScope) -> None:
         key = scope_id(scope)
-        epoch = max(self.index.epoch(key), (await self._epochs()).get(key, 0)) + 1
+        await self._drop(key, max(self.index.epoch(key), (await self._epochs()).get(key, 0)) + 1)
+        self._untold.discard(scope)
+
+    async def drop_all(self) -> None:
+        await self._refresh()
+        for key in {pack.name.scope for pack in self.index.packs.values()}:
+            await self._drop(key, self.index.epoch(key) + 1)
+
+    async def _drop(self, key: bytes, epoch: int) -> None:
         await self._bucket.put(_epoch_name(key, epoch), b"dropped")
         self.index.set_epoch(key, epoch)
-        self._untold.discard(scope)
 
     def usage(self, place: str) -> RemoteUsage:
         return RemoteUsage(

@@ -80,6 +80,7 @@ class RedisBackend:
         self._me = secrets.token_hex(8)
         self._epochs: dict[bytes, int] = {}
         self._untold: set[RemoteScope] = set()  # dropped, and the server does not know
+        self._drops: Counter[RemoteScope] = Counter()
         self._full = asyncio.Event()
         self._used_bytes = 0
         self._blocks = 0
@@ -133,7 +134,13 @@ class RedisBackend:
             for at in range(len(writes)):
                 note(at, Outcome.UNAVAILABLE)
             return
+        drops = self._drops[scope]
         epoch = await self._epoch(scope)
+        if drops != self._drops[scope]:
+            # The epoch may be the new one already, and these blocks are from before the drop.
+            for at in range(len(writes)):
+                note(at, Outcome.UNAVAILABLE)
+            return
         for part in _portions([HEADER_BYTES + len(write.payload) for write in writes], WRITE_BYTES):
             records = await in_thread(partial(self._records, scope, epoch, [writes[at] for at in part]))
             room = await self._reserve([len(record) for record in records])
@@ -164,15 +171,25 @@ class RedisBackend:
             await self._client.run([("UNLINK", key) for key in keys])
 
     def forget(self, scope: RemoteScope) -> None:
+        self._drops[scope] += 1
         self._untold.add(scope)
 
     async def drop(self, scope: RemoteScope) -> None:
-        key = scope_id(scope)
+        await self._drop(scope_id(scope))
+        self._untold.discard(scope)
+
+    async def drop_all(self) -> None:
+        keys: set[bytes] = set()
+        async for portion in self._client.scan(f"{self._prefix}:b:*", _SCAN_KEYS):
+            keys.update(map(_scope_of, portion))
+        for key in keys:
+            await self._drop(bytes.fromhex(key.decode()))
+
+    async def _drop(self, key: bytes) -> None:
         (epoch,) = await self._client.run([("INCR", self._epoch_key(key))])
         if not isinstance(epoch, int):
             raise TierUnavailable(f"the drop was refused: {epoch}")
         self._epochs[key] = epoch
-        self._untold.discard(scope)
 
     def usage(self, place: str) -> RemoteUsage:
         return RemoteUsage(
