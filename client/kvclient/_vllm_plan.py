@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Request(Protocol):
@@ -54,8 +54,7 @@ class Transfer:
     pages: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """A request in a step: its pages are appended to those it had, or take their place."""
 
     request: str
@@ -270,8 +269,8 @@ class Plan:
 
     def _completed(self, tracked: _Tracked) -> Transfer | None:
         """Return the save of the blocks that are complete and not yet saved, and note that it is planned."""
-        if not self._saves or not tracked.shares:
-            return None
+        if tracked.end < (tracked.saved + 1) * self._block_tokens or not self._saves or not tracked.shares:
+            return None  # of most requests in most steps
         hashes, pages = tracked.request.block_hashes, tracked.pages
         end = min(tracked.end // self._block_tokens, len(hashes), len(pages))
         start, tracked.saved = tracked.saved, max(tracked.saved, end)

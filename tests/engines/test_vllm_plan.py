@@ -317,6 +317,7 @@ class AnyScheduler(RuleBasedStateMachine):
         self.holds: dict[int, bytes | None] = dict.fromkeys(range(PAGES))
         self.stored = {b"a/%d" % at for at in range(6)} | {b"b/0", b"b/1"}  # by other engines
         self.saved: dict[str, set[bytes]] = {}  # since its last admission
+        self.owed: dict[str, set[bytes]] = {}  # of requests that are over
         self.jobs: list[tuple[int, Transfer]] = []
         self.number = -1
         self.preempted: set[str] = set()
@@ -407,7 +408,7 @@ class AnyScheduler(RuleBasedStateMachine):
         busy = {save.request for _, save in self.jobs}
         for name in self.told - busy:
             self.told.discard(name)
-            self.free.update(self.kept.pop(name))
+            self.gives_back(name, self.kept.pop(name))
         self.plan.done(min((number - 1 for number, _ in self.jobs), default=self.number))
 
     def ends_loads(self, plan: StepPlan, failing: int, chance: random.Random) -> None:
@@ -448,14 +449,17 @@ class AnyScheduler(RuleBasedStateMachine):
 
     def ends(self, name: str, *, aborted: bool) -> None:
         run = self.running.pop(name)
+        complete = set() if aborted else set(run.request.block_hashes[: run.computed // BLOCK])
+        self.owed[name] = complete - self.stored
         if self.plan.finished(name, aborted=aborted):
             self.kept[name] = run.pages
         else:
-            self.free.update(run.pages)
             assert all(save.request != name for _, save in self.jobs), "stored from pages that were given back"
-            if not aborted:
-                complete = set(run.request.block_hashes[: run.computed // BLOCK])
-                assert complete <= self.saved[name] | self.stored, "computed, and neither stored nor saved"
+            self.gives_back(name, run.pages)
+
+    def gives_back(self, name: str, pages: list[int]) -> None:
+        self.free.update(pages)
+        assert self.owed.pop(name) <= self.saved[name], "computed, and neither stored nor saved"
 
     @invariant()
     def pages_are_in_one_place(self) -> None:
