@@ -287,6 +287,10 @@ def _module_help(name: str) -> str:
 FOREIGN_FLAGS = {"--index-url", "--no-index", "--find-links", "--memory"} | {
     "--kv-transfer-config",
     "--disable-hybrid-kv-cache-manager",
+    # Of SGLang's: tests/engines/sglang looks them up.
+    *("--port", "--model-path", "--revision", "--kv-cache-dtype", "--enable-metrics", "--page-size"),
+    *("--enable-hierarchical-cache", "--hicache-ratio", "--hicache-mem-layout", "--hicache-storage-prefetch-policy"),
+    *("--hicache-storage-backend", "--hicache-storage-backend-extra-config"),
 }
 _COMMAND = re.compile(r"(?<![\w/.-])(kvstored|kvproxy|kvctl(?: [a-z]+)?|python -m [\w.]+)(?= |$)(?!\.)")
 

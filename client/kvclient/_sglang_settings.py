@@ -26,7 +26,7 @@ from kvstore.errors import BadNamespace, BadSetting, UnknownSetting
 
 _DEFAULT_TIMEOUTS_MS = {"lookup_timeout_ms": 250, "load_timeout_ms": 5000, "store_timeout_ms": 5000}
 _TEXTS = ("socket", "model", "revision", "kv_cache_dtype", "salt")
-_KNOWN = (*_TEXTS, *_DEFAULT_TIMEOUTS_MS, "ttl_s")
+SETTINGS = (*_TEXTS, *_DEFAULT_TIMEOUTS_MS, "ttl_s")
 _MS_MAX = 3600 * 1000
 # Arguments of SGLang's server that change what KV is computed from the same tokens. Those that a version lacks are left
 # out; the parallel layout is told by the pools.
@@ -72,9 +72,9 @@ class Settings:
         if not isinstance(ours, dict):
             raise BadSetting(f'"kvstored" in the extra config must be an object of settings, not {ours!r}')
         given: dict[str, Any] = dict(ours)  # pyright: ignore[reportUnknownArgumentType]
-        if unknown := sorted(map(str, set(given) - set(_KNOWN))):
+        if unknown := sorted(map(str, set(given) - set(SETTINGS))):
             raise UnknownSetting(
-                f'"kvstored" in the extra config has unknown settings {unknown}; known are {", ".join(_KNOWN)}'
+                f'"kvstored" in the extra config has unknown settings {unknown}; known are {", ".join(SETTINGS)}'
             )
         texts = {name: _text(given, name) for name in _TEXTS}
         seconds = {name: _milliseconds(given, name, default) / 1e3 for name, default in _DEFAULT_TIMEOUTS_MS.items()}
