@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = str(private)
     for variable in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME"):
         os.environ[variable] = str(private / variable.lower())
-    for variable in [name for name in os.environ if name.startswith(("KVSTORED_", "KVCLIENT_", "KVCTL_"))]:
+    for variable in [name for name in os.environ if name.startswith(("KVSTORED_", "KVPROXY_", "KVCLIENT_", "KVCTL_"))]:
         del os.environ[variable]
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import time
 from dataclasses import replace
@@ -273,6 +274,31 @@ async def test_a_client_that_goes_is_noticed_behind_pipelined_requests_too(reque
         await seen.cancelled.wait()
         await until(lambda: served.queue.running == 0, "its place is free")
         assert len(d.seen) == 1
+
+
+@on_loop
+async def test_a_refusal_that_comes_before_the_body_was_read_reaches_the_client() -> None:
+    body = b'{"error": {"message": "too long"}}'
+    held: list[asyncio.StreamWriter] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        held.append(writer)
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 413 Large\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+
+    async with StubWorker(Role.DECODE) as d:
+        await d.refuse()
+        worker = await asyncio.start_server(refuse, "127.0.0.1", d.port)
+        async with worker, proxy(d) as served, client(served) as http:
+            large = io.BytesIO(json.dumps({**ASK, "prompt": "x" * (20 << 20)}).encode())
+            headers = {"Content-Type": "application/json"}
+            async with http.post("/v1/completions", data=large, headers=headers) as answer:
+                assert answer.status == 413
+                assert await answer.read() == body
+            assert served.fleet.worker(Role.DECODE, d.url).requests == 0
+        for writer in held:
+            writer.transport.abort()
 
 
 # ---- the end
