@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvstore.block import Namespace
 from kvstore.counters import Cause, TierCounters
-from kvstore.expiry import ExpiryQueue
 from kvstore.lifecycle import Copy, CopyEvent
+from kvstore.lives import Lives
 from kvstore.pins import Pins
 from kvstore.policy import Policy
 from kvstore.recency import Behind, Recency
@@ -49,6 +49,8 @@ class Catalog:
         CLOCK_BOOTTIME in seconds: what lives of blocks are measured in.
     is_transit : callable
         Whether an offset in the cpu tier lies in its reserve for transit: such a copy leaves when nobody holds it.
+    sliding : bool
+        Whether a life that a block has from its namespace begins anew at each use.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Catalog:
         free_slot: Callable[[Tier, int], None],
         now_s: Callable[[], float],
         is_transit: Callable[[int], bool] = lambda offset: False,
+        *,
+        sliding: bool = False,
     ) -> None:
         self.tiers = tuple(policies)
         self.policies = policies
@@ -77,7 +81,7 @@ class Catalog:
         self._start_s = now_s()
         self._unsettled: set[int] = set()  # held rows that have something to give back when they are let go
         self._condemned: deque[Iterator[tuple[bytes, int]]] = deque()
-        self._expiry = ExpiryQueue(self._start_s)
+        self.lives = Lives(self.table, self.tenancies, now_s, sliding=sliding)
         self._recency = Recency(self.table, policies, self._unsettled, self.is_in_transit)
         self._generation = 0
 
@@ -155,18 +159,19 @@ class Catalog:
         hashes: Sequence[bytes],
         slots: Sequence[int],
         checksums: Iterable[int],
-        ttl_s: float,
+        ttl_s: float | None,
         behind: Behind | None = None,
     ) -> list[int]:
         """Return the rows of new blocks whose bytes, complete and checked, lie in the cpu tier in `slots`.
 
-        Give them in the order of their prefix: its tail is taken for the colder end. `behind`: what they continue.
+        Give them in the order of their prefix: its tail is taken for the colder end. `ttl_s` None: their life is the
+        namespace's. `behind`: what they continue.
         """
-        count = len(hashes)
-        expires_s = self._now_s() + ttl_s if ttl_s > 0 else NEVER_S
+        count, life_s = len(hashes), tenancy.ttl_s if ttl_s is None else ttl_s
         rows = self.table.add_ready(
-            hashes, tenancy.number, Tier.CPU, slots, checksums, self._generation + 1, expires_s
-        )
+            hashes, tenancy.number, Tier.CPU, slots, checksums, self._generation + 1,
+            self._now_s() + life_s if life_s > 0 else NEVER_S, slides=self.lives.sliding and ttl_s is None,
+        )  # fmt: skip
         self._generation += count
         assert tenancy.rows.keys().isdisjoint(hashes)
         tenancy.rows.update(zip(hashes, rows, strict=True))
@@ -177,10 +182,8 @@ class Catalog:
         self.policies[Tier.CPU].admit_many(rows[::-1], lane, self.tick(), tenancy.number, hashes[::-1])
         if behind is not None:
             self._recency.put_behind(Tier.CPU, rows[::-1], behind)
-        if ttl_s > 0:
-            tenancy.any_expire = True
-            for row in rows:
-                self._expiry.add(row, expires_s)
+        if life_s > 0:
+            self.lives.begin(rows)
         return rows
 
     def restore(self, hashes: list[bytes], namespaces: array[int], columns: Columns) -> list[int]:
@@ -209,10 +212,7 @@ class Catalog:
             )
             self.policies[Tier.SSD].restore(own, tenancy.lanes[Tier.SSD], self.tick(), number, own_hashes)
         if min(columns.expires_s) != NEVER_S:
-            for row, expires_s in zip(rows, columns.expires_s, strict=True):
-                if expires_s != NEVER_S:
-                    self.tenancies[self.table.namespace[row]].any_expire = True
-                    self._expiry.add(row, expires_s)
+            self.lives.begin(rows)
         return doubled
 
     def fill(self, row: int, tier: Tier, slot: int) -> None:
@@ -327,6 +327,7 @@ class Catalog:
             if uses[row] < 255:
                 uses[row] += 1
         self._recency.use(rows, self.tick(), behind)
+        self.lives.renew(rows)
 
     def slot_bytes(self, row: int, tier: Tier = Tier.CPU) -> int:
         """Return what a block takes in a tier."""
@@ -358,25 +359,16 @@ class Catalog:
 
     def set_ttl(self, row: int, ttl_s: float) -> None:
         """Let a block live `ttl_s` from now; 0: until it is evicted."""
-        if ttl_s <= 0:
-            self.table.expires_s[row] = NEVER_S
-            return
-        expires_s = self._now_s() + ttl_s
-        self.table.expires_s[row] = expires_s
-        self.tenancies[self.table.namespace[row]].any_expire = True
-        self._expiry.add(row, expires_s)
+        self.lives.set(row, ttl_s)
 
     def expire(self, limit: int) -> int:
         """Drop blocks whose life is over, looking at `limit` at most; return how many were dropped."""
-        now_s = self._now_s()
         dropped = 0
-        for row in self._expiry.due(now_s, limit):
-            expires_s = self.table.expires_s[row]
-            # One that was renewed, or another block's row by now, is remembered for its own end.
-            if expires_s > now_s or not self.is_visible(row):
+        for row in self.lives.due(limit):
+            if not self.is_visible(row):
                 continue
             if row in self.pinned:
-                self._expiry.add(row, now_s + _PIN_LOOK_S)
+                self.lives.look_again(row, self._now_s() + _PIN_LOOK_S)
             else:
                 self.drop(row, Cause.TTL)
                 dropped += 1

@@ -198,5 +198,5 @@ def disk_record(catalog: Catalog, row: int) -> DiskRecord:
         generation=table.generation[row],
         checksum=table.checksum[row],
         epoch=tenancy.epoch,
-        expires_s=table.expires_s[row],
+        expires_s=table.noted_end_s(row),
     )

@@ -251,9 +251,14 @@ class Mover:
         # The others have lost their slots, which may be another block's by now.
         durable = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.DURABLE]
         told = {batch[at][1]: writes[at].record.expires_s for at in durable}
-        expires_s = self._catalog.table.expires_s
+        noted_end_s = self._catalog.table.noted_end_s
         written = [batch[at] for at in durable]
-        while late := {address: expires_s[row] for row, address in written if expires_s[row] != told[address]}:
+        # One that slides moves again and again; that is written down at checkpoints.
+        while late := {
+            address: noted_end_s(row)
+            for row, address in written
+            if noted_end_s(row) != told[address] and not (noted_end_s(row) < 0 and told[address] < 0)
+        }:
             told.update(late)
             await self._disk.set_expiry(late)
 

@@ -250,7 +250,7 @@ class Puts:
             self._catalog.promise(tenancy, Tier.CPU, -len(sealed))
             sums = [checksums[at] for at in sealed] if checksums else [NOT_COMPUTED] * len(sealed)
             result.rows = self._catalog.adopt(
-                tenancy, hashes, offsets, sums, tenancy.ttl_s if ttl_s is None else ttl_s,
+                tenancy, hashes, offsets, sums, ttl_s,
                 self._continued(ticket, positions[sealed[0]], after),
             )  # fmt: skip
             self._memory.set_owners(offsets, result.rows)

@@ -73,6 +73,7 @@ class StoreSettings:
     verify_reads: bool = False
     huge_pages: str = "auto"
     ttl_s: float = 0.0
+    ttl_mode: str = "write"  # from when a namespace's life counts: write, access
     high_watermark: float = 0.95
     low_watermark: float = 0.92
     lease_s_max: float = 60.0
@@ -97,8 +98,9 @@ class Store:
         tiers = (Tier.CPU,) if disk is None else (Tier.CPU, Tier.SSD)
         policy = POLICIES[settings.eviction]
         self.catalog = Catalog(
-            {tier: policy() for tier in tiers}, self._free_slot, clock.boottime_s, self.memory.is_transit
-        )
+            {tier: policy() for tier in tiers}, self._free_slot, clock.boottime_s, self.memory.is_transit,
+            sliding=settings.ttl_mode == "access",
+        )  # fmt: skip
         quotas = {tenant: sizes["cpu"] for tenant, sizes in settings.quotas.items() if "cpu" in sizes}
         self._uses: list[tuple[Sequence[int], Behind | None]] = []  # noted, and not told to the policies yet
         self.room = Room(self.catalog, self.memory, quotas, self._settle_uses)
@@ -261,6 +263,7 @@ class Store:
                 slots, policy = self.catalog.table.slot[Tier.SSD], self.catalog.policies[Tier.SSD]
                 addresses.extend([slots[row] async for row in in_portions(policy, lane, len(self.catalog.table))])
         try:
+            await self._note_moved_ends(self.disk)
             await self.disk.checkpoint(addresses)
             await self.disk.tidy_namespaces()
         except KVStoreError as exc:
@@ -270,6 +273,21 @@ class Store:
             if self.catalog.is_at(row, Tier.SSD, address):
                 self.catalog.leave(row, Tier.SSD, Cause.DROP)
         await self._forget_pins(self.disk)
+
+    async def _note_moved_ends(self, disk: DiskTier) -> None:
+        """Write down the ends of lives that uses have moved, in portions."""
+        table, moved = self.catalog.table, self.catalog.lives.moved
+        while moved:
+            part = list(moved.items())[:_PER_TICK]
+            there = [r for r, g in part if table.generation[r] == g and table.state[Tier.SSD][r] == Copy.READY]
+            ends_s = {table.slot[Tier.SSD][row]: table.noted_end_s(row) for row in there}
+            for row, _ in part:
+                del moved[row]
+            try:
+                await disk.set_expiry(ends_s)
+            except KVStoreError:
+                moved.update((row, table.generation[row]) for row in there)
+                raise
 
     async def _forget_pins(self, disk: DiskTier) -> None:
         """Delete the pins on ssd that are over or whose block is gone: a block stored anew would be pinned by them."""

@@ -40,7 +40,7 @@ class Tier(enum.IntEnum):
 
 
 class Columns(NamedTuple):
-    """What a tier knows of the blocks it found at start, parallel, coldest first."""
+    """What a tier knows of the blocks it found at start, parallel, coldest first. Ends below zero slide."""
 
     checksums: array[int]
     generations: array[int]
@@ -57,6 +57,7 @@ class BlockTable:
         self.checksum = array("Q")
         self.generation = array("Q")
         self.expires_s = array("d")
+        self.slides = bytearray()  # 1: a use moves the end
         self.holds = array("Q")
         self.uses = bytearray()
         self.residency = bytearray()
@@ -76,6 +77,8 @@ class BlockTable:
         checksums: Iterable[int],
         generation: int,
         expires_s: float,
+        *,
+        slides: bool = False,
     ) -> list[int]:
         """Return new rows, in this order, of blocks READY in `tier`; their generations count up from `generation`."""
         count = len(hashes)
@@ -96,6 +99,7 @@ class BlockTable:
             table_state[row] = ready
             residency[row] = bit
             self.expires_s[row] = expires_s
+            self.slides[row] = slides
             self.uses[row] = 0
         return rows
 
@@ -113,7 +117,12 @@ class BlockTable:
         self.namespace += namespaces
         self.checksum += columns.checksums
         self.generation += columns.generations
-        self.expires_s += columns.expires_s
+        if min(columns.expires_s, default=0.0) < 0:
+            self.slides += bytes(end_s < 0 for end_s in columns.expires_s)
+            self.expires_s.extend(map(abs, columns.expires_s))
+        else:
+            self.slides += bytes(count)
+            self.expires_s += columns.expires_s
         self.holds.frombytes(bytes(count * self.holds.itemsize))
         self.uses += bytes(count)
         self.residency += bytes([tier.bit]) * count
@@ -132,6 +141,10 @@ class BlockTable:
         for row, number in zip(rows, namespaces, strict=True):
             found.setdefault(number, []).append(row)
         return found
+
+    def noted_end_s(self, row: int) -> float:
+        """Return a block's end as the ssd tier notes it: below zero if it slides."""
+        return -self.expires_s[row] if self.slides[row] else self.expires_s[row]
 
     def lease(self, rows: Iterable[int]) -> int:
         """Count one lease more on each row; return how many had none before."""
@@ -170,6 +183,7 @@ class BlockTable:
         for column in (self.namespace, self.checksum, self.generation, self.holds):
             column.frombytes(bytes(count * column.itemsize))
         self.expires_s.extend([NEVER_S] * count)
+        self.slides.extend(bytes(count))
         self.uses.extend(bytes(count))
         self.residency.extend(bytes(count))
         for slots in self.slot.values():

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
+from kvstore.clock import Clock
 from kvstore.store import Store, StoreSettings
 from kvstore.tenancy import Tenancy
 
 
 @contextlib.asynccontextmanager
-async def kept_going(settings: StoreSettings) -> AsyncGenerator[Store, None]:
+async def kept_going(settings: StoreSettings, clock: Clock | None = None) -> AsyncGenerator[Store, None]:
     """Give a store that serves; it is closed afterwards without a drain."""
-    store = await Store.open(settings)
+    store = await Store.open(settings, clock)
     ready = asyncio.Event()
     keeping = asyncio.create_task(store.run(ready.set))
     try:

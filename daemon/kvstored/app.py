@@ -137,6 +137,7 @@ def store_settings(settings: Settings) -> StoreSettings:
         verify_reads=settings.verify_reads,
         huge_pages=settings.huge_pages,
         ttl_s=settings.ttl_s,
+        ttl_mode=settings.ttl_mode,
         high_watermark=settings.high_watermark,
         low_watermark=settings.low_watermark,
         lease_s_max=settings.lease_s_max,

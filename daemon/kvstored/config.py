@@ -33,6 +33,7 @@ class Settings:
     http: str | None = None
     http_by_default: bool = False  # nobody asked for this address: go without if it is taken
     ttl_s: float = 0.0
+    ttl_mode: str = "write"
     eviction: str = "lru"
     write_policy: str = "through"
     mode: str = "trusted"

@@ -100,6 +100,10 @@ OPTIONS = (
         "ttl", "DURATION", duration(0, 1e9),
         "life of a block from its write where its writer names none; 0: no end", "0s",
     ),
+    Option(
+        "ttl-mode", "MODE", choice("write", "access"),
+        "whether the life that a block has from its namespace counts from its write or from its last use", "write",
+    ),
     Option("eviction", "POLICY", choice("lru", "reuse"), "which block goes first when a tier is full", "lru"),
     Option(
         "write-policy", "POLICY", choice("through", "second-touch", "back"),

@@ -31,7 +31,7 @@ class DiskRecord:
     checksum : int
         Of the payload. NOT_COMPUTED: the tier computes it while writing.
     expires_s : float
-        On the boottime clock of the running kernel; NEVER_S if it never expires.
+        On the boottime clock of the running kernel; NEVER_S if it never expires; below zero if it slides.
     """
 
     namespace: int

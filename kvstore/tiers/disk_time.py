@@ -44,7 +44,10 @@ class Anchor:
 
 
 class DirectoryTime:
-    """Turns boottime into directory time and back. `anchor` None: the directory is new."""
+    """Turns boottime into directory time and back. `anchor` None: the directory is new.
+
+    Ends that slide are negative in both, and keep their sign; what was over before this kernel began ends at 0.
+    """
 
     def __init__(self, clock: Clock, boot_id: str, anchor: Anchor | None) -> None:
         self._clock = clock
@@ -59,10 +62,11 @@ class DirectoryTime:
             self._ahead_s = anchor.directory_s + max(0.0, elapsed_s) - now_s
 
     def to_directory_s(self, boottime_s: float) -> float:
-        return boottime_s + self._ahead_s
+        return -(self._ahead_s - boottime_s) if boottime_s < 0 else boottime_s + self._ahead_s
 
     def to_boottime_s(self, directory_s: float) -> float:
-        return directory_s - self._ahead_s
+        end_s = max(0.0, abs(directory_s) - self._ahead_s)
+        return -end_s if directory_s < 0 else end_s
 
     def anchor(self) -> Anchor:
         """Return this moment, to be written with every transaction."""

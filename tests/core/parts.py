@@ -145,6 +145,7 @@ def core(
     pinned_bytes_max: int | None = None,
     quotas: Mapping[str, int] | None = None,
     limits: PutLimits | None = None,
+    sliding: bool = False,
 ) -> Generator[Core, None, None]:
     """Give the parts around a populated pool; checked and closed afterwards."""
     clock = ManualClock()
@@ -158,6 +159,7 @@ def core(
             lambda tier, offset: memory.free(offset),
             clock.boottime_s,
             memory.is_transit,
+            sliding=sliding,
         )
         room = Room(catalog, memory, quotas or {})
         grantable = memory.grantable_bytes()

@@ -24,7 +24,7 @@ from kvstored.node import Node
 from tests.core.parts import Core, core, flat_namespace, hash_of, sliced_namespace
 from tests.daemon.report import exposed
 from tests.daemon.test_metrics import samples, value
-from tests.daemon_fixture import KIB, MIB, running
+from tests.daemon_fixture import KIB, MIB, eventually, running
 from tests.rawclient import RawClient, keys, namespace
 from tests.stores import kept_going, stored_durably
 
@@ -446,4 +446,20 @@ def test_an_eviction_goes_past_pinned_blocks_portion_by_portion(short_dir: Path)
         rest = client.report(wire.Evict(client.next_id(), "cpu"))
         assert rest["evicted_blocks"] == count * 4 // 5 - 100
         assert client.tier("cpu")["blocks"] == count // 5
+        client.check()
+
+
+def test_with_ttl_mode_access_what_is_read_lives_on_and_the_rest_ends(short_dir: Path) -> None:
+    mode = ("--ttl", "8s", "--ttl-mode", "access")
+    with running(short_dir, *mode, cpu="16MiB", ssd=None) as daemon, daemon.client() as client:
+        ns = client.open(SPACE)
+        client.put(ns, keys(2))
+        used, unused = keys(2)
+
+        def unused_is_gone() -> bool:
+            assert client.get(ns, [used], count=False) == [Outcome.HIT], "each read begins its life anew"
+            return client.lookup(ns, [unused]).hits == 0
+
+        eventually(unused_is_gone, "nobody reads it")
+        assert client.get(ns, [used]) == [Outcome.HIT]
         client.check()

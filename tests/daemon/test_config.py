@@ -146,6 +146,7 @@ def test_every_setting_can_be_given_by_flag_variable_and_file(shell: Shell) -> N
     given = {
         "tiers": "cpu,ssd", "cpu-size": "1GiB", "ssd-size": "2GiB", "ssd-dir": str(shell.directory / "kv"),
         "socket": str(shell.directory / "s.sock"), "http": "127.0.0.1:1", "ttl": "1h", "eviction": "reuse",
+        "ttl-mode": "access",
         "write-policy": "back", "mode": "strict", "arena-size": "8MiB", "verify-reads": "true",
         "checksum-at-seal": "always", "huge-pages": "off", "quota": "a:cpu=1GiB", "tenant": "a=uid:1",
         "admin": "uid:5", "high-watermark": "0.9", "low-watermark": "0.8", "drain-timeout": "1s", "lease-max": "5s",
