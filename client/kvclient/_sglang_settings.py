@@ -199,7 +199,7 @@ def _given(server: Any, names: Sequence[str]) -> dict[str, str]:
 
 
 def revision_of(model: str, server: Any = None) -> str:
-    """Return what names the weights behind a model's name: a directory's content, or the commit in the hub's cache.
+    """Return what names the weights behind a model's name: its files on disk, or the commit in the hub's cache.
 
     Raises
     ------
@@ -207,8 +207,8 @@ def revision_of(model: str, server: Any = None) -> str:
         Neither can be found out.
     """
     path = Path(model)
-    if path.is_dir():
-        return _directory_revision(path)
+    if path.exists():
+        return _revision_on_disk(path)
     asked: str | None = getattr(server, "revision", None)
     if commit := _attempt(lambda: _commit_in_cache(model, asked)):
         return commit
@@ -220,10 +220,10 @@ def revision_of(model: str, server: Any = None) -> str:
     )
 
 
-def _directory_revision(path: Path) -> str:
-    """Return a digest of a model's directory: the text of its configuration; name, size and time of its weights."""
+def _revision_on_disk(path: Path) -> str:
+    """Return a digest of a model's files: the text of its configuration; name, size and time of its weights."""
     digest = hashlib.sha256(b"kvstored/sglang-model/1")
-    for file in sorted(path.iterdir()):
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.suffix == ".json" and "token" not in file.name:
             content = hashlib.sha256(file.read_bytes()).hexdigest()
         elif file.suffix in (".safetensors", ".bin", ".pt", ".gguf"):
@@ -232,7 +232,7 @@ def _directory_revision(path: Path) -> str:
         else:
             continue
         digest.update(f"{file.name}\0{content}\0".encode())
-    return f"directory:{digest.hexdigest()[:32]}"
+    return f"on-disk:{digest.hexdigest()[:32]}"
 
 
 def _commit_in_cache(model: str, revision: str | None) -> str | None:
