@@ -150,7 +150,7 @@ class Engine:
         """Once, before a load begins that the scheduler has counted on: signal a process, or drop a daemon's blocks."""
         worker = self._connectors()["worker"]
         scheduler = self._connectors()["scheduler"]
-        inner_update, inner_load = scheduler.update_state_after_alloc, worker.start_load_kv
+        inner_update, inner_load = scheduler.update_state_after_alloc, worker.bind_connector_metadata
         is_expected = False
         self._loads_met = 0
 
@@ -163,7 +163,7 @@ class Engine:
             nonlocal is_expected
             if is_expected:
                 is_expected = False
-                scheduler.update_state_after_alloc, worker.start_load_kv = inner_update, inner_load
+                scheduler.update_state_after_alloc, worker.bind_connector_metadata = inner_update, inner_load
                 self._loads_met += 1
                 if number:
                     os.kill(pid, number)
@@ -171,7 +171,7 @@ class Engine:
                     _drop_all(socket)
             return inner_load(*arguments, **named)
 
-        scheduler.update_state_after_alloc, worker.start_load_kv = update, load
+        scheduler.update_state_after_alloc, worker.bind_connector_metadata = update, load
 
     def loads_met(self) -> int:
         """Return how often the load that `before_next_load` waits for has begun."""

@@ -31,6 +31,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 _CODE_AND_SETTINGS = (".json", ".py")
 _NO_IDENTITY = re.compile(r"(tokenizer|vocab|merges|special_tokens|added_tokens|generation_config|chat_template).*")
 _COMMIT = re.compile(r"snapshots/([0-9a-f]{40})/?$")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _DIGESTS_AT_ONCE = 4
 _ADAPTERS_MAX = 1024
 # In a model's configuration, but nothing that KV depends on.
@@ -89,8 +90,21 @@ def revision_of(facts: Facts, cache: Path | None = None) -> str:
 
 def config_digest(config: Mapping[str, Any]) -> str:
     """Return a digest of a model's configuration, without what KV does not depend on."""
-    fields = {str(name): value for name, value in config.items() if name not in _NO_CONFIG}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(_plain(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _plain(value: object) -> object:
+    """Return a part of a configuration as what JSON has, the same in every process."""
+    if isinstance(value, Mapping):
+        fields = cast("Mapping[object, object]", value)
+        return {str(name): _plain(part) for name, part in fields.items() if name not in _NO_CONFIG}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in cast("Sequence[object]", value)]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, cast("set[object]", value)))
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    return _ADDRESS.sub("", str(value))
 
 
 def _weights_of(facts: Facts, cache: Path | None) -> str:

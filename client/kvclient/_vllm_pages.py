@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from kvclient._buffers import aligned_buffer
+from kvclient._vllm_errors import Unsupported
 from kvclient._vllm_layout import Layout
 from kvclient.client import NamespaceHandle
 from kvclient.paged import PagedKV
@@ -52,6 +53,8 @@ class Pages:
         self._bounds = list(itertools.accumulate(sizes, initial=0))
         self._device = self._tensors[0].device
         self.on_host = self._device.type == "cpu"
+        if self._device.type not in ("cpu", "cuda"):
+            raise Unsupported(f"its KV is in the memory of a {self._device.type}, neither the host's nor a GPU's")
         self._own = threading.local()
         self._lock = threading.Lock()
         self._layerwise_bytes = 0
@@ -62,9 +65,18 @@ class Pages:
         return self._bounds[-1]
 
     def fetch(
-        self, handle: NamespaceHandle, hashes: Sequence[bytes], pages: Sequence[int], *, deadline_s: float
+        self,
+        handle: NamespaceHandle,
+        hashes: Sequence[bytes],
+        pages: Sequence[int],
+        *,
+        ready: torch.cuda.Event | None,
+        deadline_s: float,
     ) -> FetchResult:
-        """Load blocks into pages; the daemon has counted them when they were looked up."""
+        """Load blocks into pages, behind what was queued at `ready`.
+
+        The daemon has counted them when they were looked up.
+        """
         if self.on_host:
             return handle.fetch(hashes, self._paged(pages), count=False, deadline_s=deadline_s)
         raw, failure, window = b"", None, self._window
@@ -75,7 +87,7 @@ class Pages:
                 hashes[start : start + window], _buffers(memory), count=False, deadline_s=deadline_s
             )
             raw, failure = raw + result.raw, result.failure
-            self._scatter(memory[: result.hits], part[: result.hits])
+            self._scatter(memory[: result.hits], part[: result.hits], ready)
             if result.hits < len(part):
                 break
         return FetchResult(raw.ljust(len(hashes), _ABSENT), failure)
@@ -101,8 +113,10 @@ class Pages:
         """Copy one layer of some pages to their blocks in staging memory."""
         self._layer_of(memory, place).copy_(self._views[place][self._index(pages)], non_blocking=True)
 
-    def queued(self) -> torch.cuda.Event:
-        """Return the end of what the engine's thread has queued so far on the device."""
+    def queued(self) -> torch.cuda.Event | None:
+        """Return the end of what the engine's thread has queued so far on the device; None without one."""
+        if self.on_host:
+            return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -121,13 +135,14 @@ class Pages:
         handle: NamespaceHandle,
         hashes: Sequence[bytes],
         pages: Sequence[int],
-        ready: torch.cuda.Event,
+        ready: torch.cuda.Event | None,
         deadline_s: float,
     ) -> StoreResult:
         """Store device pages, once the engine's work up to `ready` is done."""
         raw, failure, window = b"", None, self._window
         stream = self._stream()
-        stream.wait_event(ready)
+        if ready is not None:
+            stream.wait_event(ready)
         for start in range(0, len(hashes), window):
             part = pages[start : start + window]
             memory = self._staging(len(part))
@@ -174,10 +189,12 @@ class Pages:
             stream = self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return stream
 
-    def _scatter(self, memory: torch.Tensor, pages: Sequence[int]) -> None:
+    def _scatter(self, memory: torch.Tensor, pages: Sequence[int], ready: torch.cuda.Event | None) -> None:
         if not pages:
             return
         stream = self._stream()
+        if ready is not None:
+            stream.wait_event(ready)
         with torch.cuda.stream(stream):
             whole = memory.to(self._device, non_blocking=True)
             index = self._index(pages)
@@ -207,7 +224,7 @@ class _HostPages:
 
 
 class _DevicePages:
-    def __init__(self, pages: Pages, numbers: list[int], ready: torch.cuda.Event) -> None:
+    def __init__(self, pages: Pages, numbers: list[int], ready: torch.cuda.Event | None) -> None:
         self._pages = pages
         self._numbers = numbers
         self._ready = ready
@@ -238,8 +255,7 @@ class LayerwiseSource:
         for place in sorted(self._left):
             self._pages.gather(self.memory, self._numbers, place)
         self._left.clear()
-        if not self._pages.on_host:
-            self._copied = self._pages.queued()
+        self._copied = self._pages.queued()
 
     def store(self, handle: NamespaceHandle, hashes: Sequence[bytes], deadline_s: float) -> StoreResult:
         if self._copied is not None:

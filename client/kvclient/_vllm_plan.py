@@ -312,8 +312,15 @@ class Plan:
         return True
 
     def reset(self) -> None:
-        """Forget all requests: nothing that they compute from now on is saved."""
-        self._tracked.clear()
+        """Save nothing more of the requests that have pages, and ask anew about those that have none.
+
+        Those with pages stay known: saves that are on their way may read them.
+        """
+        for request_id, tracked in list(self._tracked.items()):
+            if tracked.pages:
+                tracked.shares = False
+            else:
+                del self._tracked[request_id]
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tracked

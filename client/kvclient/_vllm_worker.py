@@ -22,6 +22,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from kvclient._vllm_pages import LayerwiseSource, Pages, Source
 from kvclient._vllm_plan import StepPlan, Transfer, Variant
 from kvclient._vllm_settings import Load, Settings, Store
@@ -113,16 +115,15 @@ class Worker:
         self._sending.update(plan.sending)
         self._batches = self._batches_of(plan.saves) if self._saves else []
         if self._settings.load is Load.ASYNC:
-            for transfer in plan.loads:
-                self._loading[transfer.request] = (transfer, self._loaders.submit(self._fetch, transfer))
+            for transfer, future in self._begin_loads(plan.loads):
+                self._loading[transfer.request] = (transfer, future)
 
     def load(self) -> None:
         """Load what the step's forward pass needs."""
         if self._settings.load is Load.ASYNC:
             return
         loads, self._plan.loads = self._plan.loads, []
-        futures = [(transfer, self._loaders.submit(self._fetch, transfer)) for transfer in loads]
-        for transfer, future in futures:
+        for transfer, future in self._begin_loads(loads):
             self._failed.update(_not_loaded(transfer, future))
 
     def take_layer(self, layer: str) -> None:
@@ -194,6 +195,10 @@ class Worker:
 
     # ---- on the engine's thread
 
+    def _begin_loads(self, loads: Sequence[Transfer]) -> list[tuple[Transfer, Future[list[int]]]]:
+        ready = self._pages.queued() if loads else None
+        return [(transfer, self._loaders.submit(self._fetch, transfer, ready)) for transfer in loads]
+
     def _batches_of(self, saves: Sequence[Transfer]) -> list[_Batch]:
         alike: dict[Variant, list[Transfer]] = {}
         for transfer in saves:
@@ -214,13 +219,14 @@ class Worker:
 
     # ---- on threads
 
-    def _fetch(self, transfer: Transfer) -> list[int]:
+    def _fetch(self, transfer: Transfer, ready: torch.cuda.Event | None) -> list[int]:
         """Load a request's blocks; returns the pages that have none."""
         began_at = time.monotonic()
         result = self._pages.fetch(
             self._handle(transfer.variant),
             transfer.hashes,
             transfer.pages,
+            ready=ready,
             deadline_s=self._settings.load_timeout_ms / 1e3,
         )
         missing = result.missing

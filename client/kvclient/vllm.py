@@ -258,11 +258,11 @@ class KVStoredConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             rank = self._engine.rank()
             layout = self._engine.layout(kv_caches, rank)
+            pages = Pages(kv_caches, layout)
         except Unsupported as exc:
             self._give_up(exc)
             return
         namespace = self._engine.namespace(layout, kv_caches)
-        pages = Pages(kv_caches, layout)
         self._worker = Worker(
             self._client,
             self._settings,

@@ -269,9 +269,22 @@ def test_after_a_reset_nothing_of_the_requests_before_it_is_saved() -> None:
     request = Prompt("r", 22)
     admitted(plan, request)
     plan.allocated("r", list(range(6)), 0)
+    running = Prompt("running", 9)
+    admitted(plan, running)
+    plan.allocated("running", [7, 8, 9], 0)
+    assert scheduled(plan, running, 0, 9, [7, 8, 9]).saves
     plan.reset()
     assert not scheduled(plan, request, 0, 22, list(range(6))).saves
     assert not plan.finished("r", aborted=False)
+    assert plan.finished("running", aborted=False), "a save may still read its pages"
+
+
+def test_after_a_reset_a_request_that_waits_is_asked_about_anew() -> None:
+    plan = Plan(BLOCK)
+    request = Prompt("r", 22)
+    admitted(plan, request, found=4)
+    plan.reset()
+    assert plan.admit(request, Variant(salt=b"new")) is not None
 
 
 def test_a_request_that_can_not_be_shared_is_neither_loaded_nor_saved() -> None:
@@ -318,6 +331,7 @@ class AnyScheduler(RuleBasedStateMachine):
         self.stored = {b"a/%d" % at for at in range(6)} | {b"b/0", b"b/1"}  # by other engines
         self.saved: dict[str, set[bytes]] = {}  # since its last admission
         self.owed: dict[str, set[bytes]] = {}  # of requests that are over
+        self.known: dict[str, set[bytes]] = {}  # what the store had when asked; it may have lost it since
         self.jobs: list[tuple[int, Transfer]] = []
         self.number = -1
         self.preempted: set[str] = set()
@@ -335,10 +349,14 @@ class AnyScheduler(RuleBasedStateMachine):
         request = self.waiting[0]
         name, whole = request.request_id, (request.num_tokens - 1) // BLOCK
         hashes = self.plan.admit(request, NO_VARIANT)
+        if hashes is not None or name in self.has_failed:
+            self.known[name] = set()
         if hashes is not None:
             assert 0 < len(hashes) <= whole
             there = [block in self.stored for block in hashes[:known]]
-            self.plan.answered(name, (*there, False).index(False))
+            found = (*there, False).index(False)
+            self.plan.answered(name, found)
+            self.known[name] = set(hashes[:found])
         local = min(own, whole) * BLOCK
         external = self.plan.matched(name, local)
         assert external % BLOCK == 0 and local + external < request.num_tokens
@@ -424,6 +442,7 @@ class AnyScheduler(RuleBasedStateMachine):
             run.is_loading = False
             if good < len(load.pages):
                 self.stored.difference_update(load.hashes[good:])
+                self.known[load.request].difference_update(load.hashes[good:])
                 self.has_failed.add(load.request)
                 self.plan.failed(set(load.pages[good:]))
                 run.computed = (at + good) * BLOCK
@@ -449,8 +468,8 @@ class AnyScheduler(RuleBasedStateMachine):
 
     def ends(self, name: str, *, aborted: bool) -> None:
         run = self.running.pop(name)
-        complete = set() if aborted else set(run.request.block_hashes[: run.computed // BLOCK])
-        self.owed[name] = complete - self.stored
+        complete = set[bytes]() if aborted else set(run.request.block_hashes[: run.computed // BLOCK])
+        self.owed[name] = complete - self.stored - self.known.get(name, set())
         if self.plan.finished(name, aborted=aborted):
             self.kept[name] = run.pages
         else:
