@@ -109,6 +109,36 @@ def test_e03_a_put_into_a_full_ssd_tier_evicts_a_few(short_dir: Path) -> None:
         client.check()
 
 
+def test_e03_a_put_beyond_a_quota_evicts_one_of_that_tenant(short_dir: Path) -> None:
+    with running(short_dir, "--quota", "default:cpu=4MiB", cpu="16MiB", ssd=None) as daemon, daemon.client() as client:
+        ns = client.open(SPACE)
+        count = 4 * MIB // SPACE.block_bytes
+        client.put(ns, keys(count))
+        for number in range(20):
+            before = client.tier("cpu")
+            assert client.put(ns, keys(1, f"one more {number}")) == [Outcome.SEALED]
+            after = client.tier("cpu")
+            assert after["evictions"]["quota"] - before["evictions"]["quota"] == 1
+            assert after["evictions"]["pressure"] == 0, "there is room for others"
+            assert after["blocks"] == count
+        client.check()
+
+
+def test_e03_the_end_of_a_conversation_that_grows_costs_no_head_of_another(short_dir: Path) -> None:
+    """What is left of a prompt after any pressure is its head: of a tail without its head nobody has any use."""
+    with running(short_dir, cpu="16MiB", ssd=None) as daemon, daemon.client() as client:
+        ns = client.open(SPACE)
+        prompts = [keys(50, f"prompt {number}") for number in range(4)]
+        for prompt in prompts:
+            client.put(ns, prompt, batch=50)
+        for turn in range(10):
+            client.put(ns, keys(60 + 4 * turn, "conversation"), batch=100)
+            for prompt in prompts:
+                found = client.lookup(ns, prompt, run=False)
+                assert found.hits == found.outcomes.count(Outcome.HIT)
+        client.check()
+
+
 def test_e03_evict_by_request_takes_what_was_asked_for(short_dir: Path) -> None:
     with running(short_dir, cpu="16MiB", ssd=None) as daemon, daemon.client() as client:
         ns = client.open(SPACE)
