@@ -63,6 +63,8 @@ class Behaviour:
         How the answer ends; for those that break off, after `whole_tokens` tokens.
     hangs : bool
         No byte is ever sent.
+    waits_for_prefill : bool
+        A request that says where its KV comes from is never answered: that KV never came.
     is_deaf : bool
         It goes on as if its client were there, and keeps its side of the connection.
     resets_before_headers, closes_before_headers : bool
@@ -95,6 +97,7 @@ class Behaviour:
     ending: Ending = Ending.WHOLE
     whole_tokens: int = 1
     hangs: bool = False
+    waits_for_prefill: bool = False
     is_deaf: bool = False
     resets_before_headers: bool = False
     closes_before_headers: bool = False
@@ -319,7 +322,7 @@ class _Connection(asyncio.Protocol):
         seen.done.set()
 
     async def _generate(self, seen: Seen, behaviour: Behaviour) -> None:
-        if behaviour.hangs:
+        if behaviour.hangs or (behaviour.waits_for_prefill and "kv_transfer_params" in seen.json):
             await asyncio.Event().wait()
         if behaviour.before_headers is not None:
             await behaviour.before_headers.wait()

@@ -102,6 +102,26 @@ def test_by_policy_it_is_503_at_once_and_d_is_not_asked(short_dir: Path, fault: 
     run(steps())
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_with_d_as_the_entrance_d_is_let_go_and_asked_anew_when_p_is_lost(short_dir: Path, fault: str) -> None:
+    async def steps() -> None:
+        async with inside(short_dir, *SHORT, "--entrance=decode") as proxy:
+            (d,) = proxy.decode
+            d.behaviour = Behaviour(waits_for_prefill=True)
+            await fail(proxy.prefill[0], FAULTS[fault])
+            assert is_right(await proxy.ask(stream=True))
+            waited, anew = [seen for seen in d.seen if TRANSFER in seen.json], d.seen[-1]
+            assert TRANSFER not in anew.json
+            assert len(waited) <= 1
+            for seen in waited:
+                async with asyncio.timeout(30):
+                    await seen.cancelled.wait()
+            await proxy.settled()
+            assert (await proxy.workers())[d.url]["state"] == "closed", "it was not D's fault"
+
+    run(steps())
+
+
 def test_what_p_refuses_as_a_bad_request_d_answers_itself_and_p_stays_in_use(short_dir: Path) -> None:
     async def steps() -> None:
         async with inside(short_dir) as proxy:
