@@ -185,3 +185,12 @@ def test_wrong_settings_are_status_2_and_one_clear_text(short_dir: Path, argumen
         assert process.wait(60) == 2
     assert word in log.read_text()
     assert "Traceback" not in log.read_text()
+
+
+def test_the_proxy_loads_no_engine_and_no_store() -> None:
+    listing = "import sys, kvproxy.app, kvproxy.cli; print('\\n'.join(sys.modules))"
+    printed = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, check=True)
+    loaded = set(printed.stdout.split())
+    assert "kvproxy.app" in loaded
+    heavy = {"lmdb", "obstore", "redis", "torch", "numpy", "transformers", "tokenizers", "kvstore.store"}
+    assert not heavy & loaded
