@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import random
 import socket
@@ -16,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kvclient import AsyncClient
 from kvproxy import admin
@@ -34,6 +36,10 @@ from kvproxy.tokens import tokenizer_for
 from kvproxy.types import Policy, Role
 from kvproxy.workers import Fleet
 from kvstore.errors import BadSetting, UnavailableError
+from kvstored.logs import fields
+
+log = logging.getLogger("kvproxy.app")
+http_log = logging.getLogger("kvproxy.http")
 
 RETRY_AFTER_S = 2.0
 _CLOSE_S = 2.0
@@ -150,6 +156,7 @@ async def listening(
         keepalive_timeout=_IDLE_S,
         shutdown_timeout=_CLOSE_S,
         auto_decompress=False,
+        logger=http_log,
     )
     await runner.setup()
     try:
@@ -172,6 +179,20 @@ def _bounded(runner: web.AppRunner, connections_max: int) -> Callable[[], asynci
         return _Refuse() if len(server.connections) >= connections_max else server()
 
     return accept
+
+
+class _NoBytes(logging.Filter):
+    """Keeps what clients send out of the log: aiohttp tells each malformed request as an error, with its bytes."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        raised = record.exc_info[1] if record.exc_info else None
+        if not isinstance(raised, HttpProcessingError):
+            return True
+        log.debug("a request is malformed", extra=fields(kind=type(raised).__name__))
+        return False
+
+
+http_log.addFilter(_NoBytes())
 
 
 class _Refuse(asyncio.Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kvproxy.proxy_fixture import Answer, Proxy, inside, run
+from tests.kvproxy.proxy_fixture import Answer, Proxy, inside, proxied, run
 from tests.kvproxy.stub_worker import Behaviour, Ending, StubWorker
 
 TEXT = "Once upon a time"
@@ -119,5 +120,54 @@ def test_whatever_bytes_a_worker_sends_the_client_gets_an_answer_and_the_proxy_l
                 if stub in proxy.prefill:  # D is well: whatever P says, its answer is right, or D is at rest
                     assert answer.status == 503 or answer.text == TEXT
             await proxy.settled()
+
+    run(steps())
+
+
+starts = st.sampled_from([
+    b"", b"POST /v1/completions HTTP/1.1\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 10\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\nhost: h\r\n\r\n", b"GET http://10.0.0.1/ HTTP/1.1\r\nhost: h\r\n\r\n",
+    b"CONNECT 10.0.0.1:80 HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01",
+])  # fmt: skip
+
+
+@given(sent=st.lists(st.tuples(starts, st.binary(max_size=300)), min_size=1, max_size=20))
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_bytes_a_client_sends_others_are_served_and_the_proxy_logs_no_bug(
+    short_dir: Path, sent: list[tuple[bytes, bytes]]
+) -> None:
+    async def steps() -> None:
+        async with inside(short_dir, "--client-timeout=5s") as proxy:
+            for url in (proxy.url, proxy.admin_url):
+                host, _, port = url.removeprefix("http://").rpartition(":")
+                for start, rest in sent:
+                    _, writer = await asyncio.open_connection(host, int(port))
+                    writer.write(start + rest)
+                    writer.close()
+                    with contextlib.suppress(ConnectionError):
+                        await writer.wait_closed()
+            assert (await proxy.ask()).text == TEXT
+            assert len(await proxy.workers()) == 2
+            await proxy.settled()
+
+    run(steps())
+
+
+def test_what_a_malformed_request_holds_is_never_logged(short_dir: Path) -> None:
+    async def steps() -> None:
+        async with proxied(short_dir, "--log-level=debug") as proxy:
+            host, _, port = proxy.url.removeprefix("http://").rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nAuthorization\x01: Bearer sk-secret\r\n\r\n")
+            async with asyncio.timeout(30):
+                assert b" 400 " in await reader.readline()
+            writer.close()
+            assert (await proxy.ask()).text == TEXT
+            assert "a request is malformed" in proxy.log_text()
+            assert "secret" not in proxy.log_text()
 
     run(steps())
