@@ -132,11 +132,11 @@ def test_requests_at_once_are_spread_by_what_each_worker_has_to_do(short_dir: Pa
             for stub, gate in zip((*proxy.prefill, *proxy.decode), gates, strict=True):
                 stub.behaviour = Behaviour(before_headers=gate)
             asking = [asyncio.create_task(proxy.ask()) for _ in range(20)]
-            for stubs, gate in ((proxy.prefill, gates[:2]), (proxy.decode, gates[2:])):
+            for stubs, held in ((proxy.prefill, gates[:2]), (proxy.decode, gates[2:])):
                 for stub in stubs:
                     await stub.arrived(10)
-                for one in gate:
-                    one.set()
+                for gate in held:
+                    gate.set()
             assert all([is_right(await one) for one in asking])
 
     run(steps())
