@@ -22,6 +22,9 @@ help: ## list the targets
 demo: .venv/.stamp ## a prefill and a decode process share a KV cache through the daemon
 	@.venv/bin/python -m demo.pd
 
+demo-vllm: .venv/.stamp ## two vLLM servers share a KV cache behind a proxy: the classic deployment
+	@.venv/bin/python -m demo.vllm
+
 test: lint unit ## linters, type checkers, tests
 
 lint: .venv/.stamp ## ruff, mypy and pyright

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHES = ("local", "lookup", "disk", "memory", "policy")
+BENCHES = ("local", "lookup", "disk", "memory", "policy", "pool")
 
 
 def main() -> int:

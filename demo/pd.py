@@ -15,28 +15,23 @@ Ctrl-C. Whatever ends it, its processes and its files are gone afterwards.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
 
 from rich.console import Console
 
 from demo.findings import Findings
-from demo.processes import INTERRUPTS, Daemon, Failed, Process, Worker, uninterrupted
+from demo.processes import INTERRUPTS, Daemon, Failed, Group, Worker, model_directory, scratch
 from demo.progress import Steps
 from kvclient import Client
 from kvstore import wire
 from kvstore.errors import KVStoreError
 
-P = TypeVar("P", bound=Process)
 _BLOCK_TOKENS = 16
 _FREE_BYTES_MIN = 800 << 20
 _MIB = 1 << 20
@@ -49,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in set(INTERRUPTS) - {signal.SIGINT}:
         signal.signal(number, _exit)
     try:
-        with Steps(_STEPS) as steps, _scratch() as directory:
+        with Steps(_STEPS) as steps, scratch(_FREE_BYTES_MIN) as directory:
             findings = _run(arguments, directory, steps)
     except KeyboardInterrupt:
         print("demo: interrupted; its processes and files are gone", file=sys.stderr)
@@ -69,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, directory: Path, steps: Steps) -> Findings:
     found = Findings(prompt_tokens=arguments.prompt_tokens, block_tokens=_BLOCK_TOKENS)
-    with _ended() as started:
+    with Group() as group:
         steps.begin("three engine processes start")
-        workers = [_started(started, Worker, name, directory / f"{name}.log") for name in ("alone", "P", "D")]
+        workers = [group.start(Worker, name, directory / f"{name}.log") for name in ("alone", "P", "D")]
         alone, p, d = workers
         model = arguments.model
         if model is None:
@@ -96,7 +91,7 @@ def _run(arguments: argparse.Namespace, directory: Path, steps: Steps) -> Findin
         found.block_bytes = p_blocks["block_bytes"]
         prompt_bytes = len(prompt) // _BLOCK_TOKENS * found.block_bytes
         sizes = (max(8 * _MIB, prompt_bytes * 5 // 4), max(64 * _MIB, prompt_bytes * 6))
-        daemon = _started(started, Daemon, directory, *sizes)
+        daemon = group.start(Daemon, directory, *sizes)
         daemon.await_ready()
 
         steps.begin("P: the same prefill, its KV goes to kvstored")
@@ -110,7 +105,7 @@ def _run(arguments: argparse.Namespace, directory: Path, steps: Steps) -> Findin
 
         steps.begin("kvstored is restarted")
         daemon.drain()
-        daemon = _started(started, Daemon, directory, *sizes)
+        daemon = group.start(Daemon, directory, *sizes)
         daemon.await_ready()
         steps.begin("D: generates with KV from ssd")
         found.from_ssd = d.call("generate", prompt=prompt, new_tokens=arguments.new_tokens)
@@ -134,44 +129,11 @@ def _stats(daemon: Daemon) -> dict[str, object]:
         return client.admin(wire.Stats(0))
 
 
-@contextlib.contextmanager
-def _ended() -> Generator[list[Process]]:
-    """Yield a list of processes; those in it at the end are ended, the last started first."""
-    started: list[Process] = []
-    try:
-        yield started
-    finally:
-        with uninterrupted():
-            for process in reversed(started):
-                process.stop()
-
-
-def _started(started: list[Process], make: Callable[..., P], *arguments: object) -> P:
-    """Return a new process, which is in the list as soon as it exists."""
-    with uninterrupted():
-        process = make(*arguments)
-        started.append(process)
-    return process
-
-
-@contextlib.contextmanager
-def _scratch() -> Generator[Path]:
-    """Yield an empty directory for model, blocks, logs and socket; removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="kvstored-demo-") as name:
-        free = shutil.disk_usage(name).free
-        if free < _FREE_BYTES_MIN:
-            raise Failed(
-                f"{free / _MIB:.0f} MiB are free in {name}, {_FREE_BYTES_MIN / _MIB:.0f} MiB are needed: "
-                "set TMPDIR to a directory with more"
-            )
-        yield Path(name)
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo.pd", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model",
-        type=_directory,
+        type=model_directory,
         default=os.environ.get("MODEL") or None,
         metavar="DIR",
         help="a transformers model in a local directory (default: $MODEL, else one written on the spot)",
@@ -182,13 +144,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.prompt_tokens <= _BLOCK_TOKENS or arguments.new_tokens < 1:
         parser.error(f"--prompt-tokens must be over {_BLOCK_TOKENS} (a block), --new-tokens at least 1")
     return arguments
-
-
-def _directory(name: str) -> Path:
-    path = Path(name).expanduser().absolute()
-    if not (path / "config.json").is_file():
-        raise argparse.ArgumentTypeError(f"{path} holds no model: there is no config.json in it")
-    return path
 
 
 def _exit(number: int, _: FrameType | None) -> None:

@@ -7,20 +7,25 @@ Invariants
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_A = ParamSpec("_A")
+_P = TypeVar("_P", bound="Process")
 _ROOT = Path(__file__).resolve().parent.parent
 _ANSWER_S = 600.0
 _START_S = 60.0
@@ -172,6 +177,49 @@ class Daemon(Process):
     def stop(self) -> None:
         super().stop()
         self._told.close()
+
+
+class Group:
+    """Processes that end together, at the end of the block, the last started first."""
+
+    def __init__(self) -> None:
+        self._started: list[Process] = []
+
+    def start(self, make: Callable[_A, _P], *arguments: _A.args, **options: _A.kwargs) -> _P:
+        """Return a new process, which belongs to the group as soon as it exists."""
+        with uninterrupted():
+            process = make(*arguments, **options)
+            self._started.append(process)
+        return process
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with uninterrupted():
+            for process in reversed(self._started):
+                process.stop()
+
+
+def model_directory(name: str) -> Path:
+    """Return the directory that an argument names, which must hold a model."""
+    path = Path(name).expanduser().absolute()
+    if not (path / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"{path} holds no model: there is no config.json in it")
+    return path
+
+
+@contextlib.contextmanager
+def scratch(free_bytes_min: int) -> Generator[Path]:
+    """Yield an empty directory for model, blocks, logs and socket; removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="kvstored-demo-") as name:
+        free = shutil.disk_usage(name).free
+        if free < free_bytes_min:
+            raise Failed(
+                f"{free >> 20} MiB are free in {name}, {free_bytes_min >> 20} MiB are needed: "
+                "set TMPDIR to a directory with more"
+            )
+        yield Path(name)
 
 
 @contextlib.contextmanager

@@ -54,4 +54,5 @@ def variables(environment: Path, scratch: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "torch"),
         "VLLM_CACHE_ROOT": str(environment / "cache"),
         "VLLM_CONFIG_ROOT": str(scratch / "config"),
+        "VLLM_SERVER_DEV_MODE": "1",  # servers that can be told to empty their prefix caches
     }

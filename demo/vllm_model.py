@@ -27,6 +27,11 @@ _CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %
 _RANK = 8
 
 
+def quieten() -> None:
+    """Have transformers draw no progress bars in this process."""
+    cast("Callable[[], None]", transformers.logging.disable_progress_bar)()
+
+
 def write_vllm_model(directory: Path, sizes: dict[str, int] = TINY, seed: int = 0) -> None:
     """Write model and tokenizer: the same for the same sizes and seed."""
     write_model(directory, sizes, seed)

@@ -19,6 +19,7 @@ from demo.processes import Failed, Process
 
 MODEL = "tiny"
 BLOCK_TOKENS = 32
+_PATIENCE = {"lookup_budget_ms": 10_000, "load_timeout_ms": 30_000, "store_timeout_ms": 30_000}
 _KV_BYTES = 160 << 20
 _START_S = 300.0
 _ANSWER_S = 120.0
@@ -26,22 +27,29 @@ _BETWEEN_PROBES_S = 0.1
 
 
 def connector(socket: Path, role: str, **options: Any) -> dict[str, Any]:
-    """Return the kv_transfer_config that has an engine use the daemon behind `socket`."""
+    """Return the kv_transfer_config that has an engine use the daemon behind `socket`.
+
+    It waits longer than it would by default: here many processes share few cores, and what is late counts as missing.
+    """
     return {
         "kv_connector": "KVStoredConnector",
         "kv_connector_module_path": "kvclient.vllm",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": str(socket), **options},
+        "kv_connector_extra_config": {"socket": str(socket), **_PATIENCE, **options},
     }
 
 
-def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def held_port() -> socket.socket:
+    """Return a socket bound to a port of 127.0.0.1 that nobody but a server told of it will take, until it is closed.
+
+    Servers take seconds to get to their bind. It succeeds beside this one, since both allow it and this never listens;
+    whoever wants any free port is not given this one.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 class Server(Process):
@@ -56,7 +64,8 @@ class Server(Process):
         *arguments: str,
         transfer: dict[str, Any] | None = None,
     ) -> None:
-        self.port = free_port()
+        self._held = held_port()
+        self.port: int = self._held.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         command = [vllm_environment.python(environment), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1"]
@@ -93,6 +102,7 @@ class Server(Process):
     def stop(self) -> None:
         """End the server and the engine process behind it."""
         super().stop()
+        self._held.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,14 +20,17 @@ from tests.engines.vllm.node import BLOCK_TOKENS, Baseline, Models, Node, agree,
 COUNT = 600
 HITS = (COUNT - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
+# Enough for a busy machine, little enough to wait for in vain.
+PATIENCE: dict[str, Any] = {"lookup_budget_ms": 2_000, "load_timeout_ms": 5_000, "store_timeout_ms": 5_000}
+
 
 @pytest.fixture(scope="module")
 def place(host: Host, models: Models, place_dir: Path) -> Iterator[Node]:
     """Return engines, and where daemons will be."""
     with Node(host, models.one, place_dir).engines() as node:
-        node.engine("P", "kv_producer")
+        node.engine("P", "kv_producer", **PATIENCE)
         for load in ("sync", "async"):
-            node.engine(f"D-{load}", load=load)
+            node.engine(f"D-{load}", load=load, **PATIENCE)
         yield node
 
 
