@@ -7,7 +7,8 @@ what can be loaded in time, and `GroupLookup` for what each slice of the model h
 
 Invariants
 1. A block is found only if every rank can read it, from its own slice or put together from others.
-2. A step of the scheduler waits for lookups at most `PATIENCE_S` in all.
+2. A step of the scheduler waits for lookups at most `PATIENCE_S` in all, and so it does for one request in all its
+   steps. Only a step that has nothing to run waits longer: at most `IDLE_S`, and the engine would only ask again.
 3. A lookup without an answer within its budget has found nothing.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from concurrent.futures import Executor, Future, TimeoutError
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, TimeoutError, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from kvstore.errors import KVStoreError, RemoteProtocolError
 from kvstore.wire import Outcome
 
 PATIENCE_S = 0.0008
+IDLE_S = 0.005
 _HIT = bytes([Outcome.HIT])
 
 
@@ -116,6 +118,13 @@ def _readable(
     return hits
 
 
+@dataclass(slots=True)
+class _Asked:
+    until: float
+    future: Future[Found]
+    patience_s: float = PATIENCE_S
+
+
 class Asker:
     """Asks about requests, on a thread of its own."""
 
@@ -124,23 +133,24 @@ class Asker:
         self._threads = threads
         self._budget_s = budget_s
         self._load_timeout_ms = load_timeout_ms
-        self._asked: dict[str, tuple[float, Future[Found]]] = {}
+        self._asked: dict[str, _Asked] = {}
         self._patience_s = PATIENCE_S
 
     def ask(self, request_id: str, ranks: Ranks, hashes: Sequence[bytes]) -> Found | None:
         """Return what there is of a request; None: ask again later."""
-        entry = self._asked.get(request_id)
-        if entry is None:
+        asked = self._asked.get(request_id)
+        if asked is None:
             operation = RankLookup(ranks, hashes, self._load_timeout_ms)
             future = self._threads.submit(self._client.run, operation, self._budget_s)
-            entry = self._asked[request_id] = (time.monotonic() + self._budget_s, future)
-        until, future = entry
+            asked = self._asked[request_id] = _Asked(time.monotonic() + self._budget_s, future)
+        future = asked.future
         if not future.done():
             began_at = time.monotonic()
-            found = _wait(future, self._patience_s)
+            found = _wait(future, min(asked.patience_s, self._patience_s))
             waited_s = time.monotonic() - began_at
-            self._patience_s = max(0.0, self._patience_s - waited_s)
-            if not found and began_at < until:
+            asked.patience_s -= waited_s
+            self._patience_s -= waited_s
+            if not found and began_at < asked.until:
                 return None
         del self._asked[request_id]
         if not future.done():
@@ -151,15 +161,17 @@ class Asker:
             return Found(0, failure=failure if isinstance(failure, KVStoreError) else KVStoreError(str(failure)))
         return future.result()
 
-    def next_step(self) -> None:
+    def next_step(self, *, is_idle: bool) -> None:
         """Note that a step of the scheduler has ended: the next one may wait again."""
         self._patience_s = PATIENCE_S
+        if is_idle and self._asked:
+            wait([asked.future for asked in self._asked.values()], timeout=IDLE_S, return_when=FIRST_COMPLETED)
 
     def forget(self, request_id: str) -> None:
         """Forget what was asked about a request."""
-        entry = self._asked.pop(request_id, None)
-        if entry is not None:
-            entry[1].cancel()
+        asked = self._asked.pop(request_id, None)
+        if asked is not None:
+            asked.future.cancel()
 
 
 def _wait(future: Future[Found], patience_s: float) -> bool:

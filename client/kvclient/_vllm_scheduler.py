@@ -118,7 +118,7 @@ class Scheduler:
 
     def step(self, scheduled: Sequence[Scheduled], preempted: Collection[str]) -> StepPlan:
         """Return what the step that was just scheduled loads and saves."""
-        self._asker.next_step()
+        self._asker.next_step(is_idle=not scheduled)
         return self._plan.step(scheduled, preempted)
 
     @property

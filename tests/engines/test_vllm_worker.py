@@ -404,12 +404,19 @@ def test_a_stopped_daemon_keeps_the_scheduler_waiting_once_a_step(daemon: Daemon
         assert sum(waited) < 1.0, "50 requests in one step wait together as long as one"
         ends_s = time.monotonic() + 30
         while (answered := asker.ask("r1", ranks, hashes("x", 4))) is None:
-            asker.next_step()
+            asker.next_step(is_idle=True)
             assert time.monotonic() < ends_s
         assert answered.blocks == 0
+        for _ in range(50):  # steps with something to run
+            began_s = time.monotonic()
+            asker.next_step(is_idle=False)
+            asker.ask("patient", ranks, hashes("x", 4))
+            waited.append(time.monotonic() - began_s)
+        assert sum(waited) < 1.0, "a request keeps all of its steps together waiting as long as one"
         daemon.signal(signal.SIGCONT)
         for number in range(50):
             asker.forget(f"r{number}")
+        asker.forget("patient")
     close(one)
 
 
