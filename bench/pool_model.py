@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from bench.policy import Request
 from kvstore.announcing import Announcements, AnnouncingLimits, Held
-from kvstore.locations import Locations
+from kvstore.locations import Locations, in_turn
 from kvstore.placement import Placement
 from kvstore.policy import POLICIES
 from kvstore.runs import Run, RunKey, runs
@@ -161,7 +161,8 @@ class Pool:
             holders = home.locations.find(SCOPE, 0, [self.hashes[block] for block in wanted])
             count = 0
             for block, known in zip(wanted, holders, strict=True):
-                if not any(self._has(node, self.nodes[holder.member], block, home) for holder in known):
+                asked = known if len(known) < 2 else in_turn(known, node.name)
+                if not any(self._has(node, self.nodes[holder.member], block, home) for holder in asked):
                     break
                 count += 1
         return count

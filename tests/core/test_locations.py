@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.announcing import Announcements, AnnouncingLimits, Batch, Held
 from kvstore.errors import UsageError
-from kvstore.locations import HOLDERS_MAX, Holder, Locations
+from kvstore.locations import HOLDERS_MAX, Holder, Locations, in_turn
 from kvstore.placement import Placement
 from kvstore.runs import RunKey
 from tests.core.parts import hash_of, hashes_of
@@ -185,6 +185,18 @@ def test_the_member_with_a_block_in_its_fastest_tier_is_named_first() -> None:
     assert holders(where, 1) == ["b", "a", "c"]
     announce(where, "b", [1], SSD)
     assert where.find(b"ns", 0, [hash_of(1)]) == [tuple(Holder(name, b"1", SSD) for name in ("a", "b", "c"))]
+
+
+def test_those_who_ask_begin_with_different_holders_and_with_the_fastest_tier() -> None:
+    where = locations(*(f"n{number}" for number in range(4)))
+    for number in range(4):
+        announce(where, f"n{number}", [1], SSD if number == 3 else CPU)
+    (known,) = where.find(b"ns", 0, [hash_of(1)])
+    orders = [in_turn(known, f"asker-{number}") for number in range(300)]
+    assert all(order[-1].member == "n3" for order in orders)
+    first = [order[0].member for order in orders]
+    assert all(60 < first.count(f"n{number}") < 140 for number in range(3))
+    assert in_turn(known, "asker-7") == orders[7]
 
 
 def test_a_failed_fetch_corrects_one_record_of_one_member() -> None:
