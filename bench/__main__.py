@@ -1,6 +1,6 @@
 """Every bench, one after the other: `python -m bench`. Each prints its own table; `--json` goes to each.
 
-bench.vllm is not among them: it is run by name, since it needs an environment of 3 GB, and makes it where it is missing.
+bench.vllm is not among them: it is run by name, since it needs an environment of 3 GB and makes it where it is not.
 """
 
 from __future__ import annotations
