@@ -6,8 +6,9 @@ that this member holds are gone through once, and those with a new home are anno
 came back with another boot, has forgotten all, so it counts as a new one.
 
 A pass compares with `settled`, the homes as of the end of the last complete one. If the membership changes again in
-the middle of it, it goes on from where it is, with the newest homes, until it has come round to that place again. So
-every block is told to its newest homes however often they change; some are told twice.
+the middle of it, it goes on from where it is, with the newest homes, until it has come round to that place again. What
+is noted meanwhile is told to the settled homes too: they may be the newest again before the pass has ended. So every
+block is told to its newest homes however often they change; some are told twice.
 
 Fresh notes go first, and as they come: they are as many as blocks are stored. What is announced again is limited to a
 rate, since a change of membership makes every member send at the same moment.
@@ -126,7 +127,7 @@ class Announcements:
         batches: dict[tuple[str, bytes, int], Batch] = {}
         for _ in range(min(len(self._fresh), self._limits.batch_blocks)):
             (scope, epoch, block_hash), (run, tiers) = self._fresh.popitem(last=False)
-            for home in self._newest.of(run, self._limits.copies):
+            for home in self._homes_to_tell(run):
                 _add(batches, home, Held(scope, epoch, run, block_hash, tiers))
         self._announce_again(now_s, blocks, batches)
         return list(batches.values())
@@ -139,6 +140,14 @@ class Announcements:
             return None
         short = self._limits.copies - self._allowance
         return now_s if short <= _ROUNDING else self._allowance_s + short / self._limits.per_second
+
+    def _homes_to_tell(self, run: RunKey) -> Sequence[str]:
+        """Return a run's newest homes and, in the middle of a pass, those that it takes for informed."""
+        newest = self._newest.of(run, self._limits.copies)
+        if self._pass_ends_at is None:
+            return newest
+        informed = self._settled.of(run, self._limits.copies)
+        return [*newest, *(home for home in informed if home not in newest and home in self._settled.boots)]
 
     def _announce_again(
         self, now_s: float, blocks: HeldBlocks, batches: dict[tuple[str, bytes, int], Batch]

@@ -380,6 +380,24 @@ def test_a_home_that_was_away_or_says_it_has_forgotten_is_told_everything_again(
     assert len(of_b) == sum(placement.homes(each.run) == ("b",) for each in blocks.held.values())
 
 
+def test_what_is_noted_in_the_middle_of_a_pass_is_known_to_homes_that_come_back() -> None:
+    blocks = Blocks(range(50))
+    announcements = plan(per_second=10, batch_blocks=5)
+    place(announcements, "a")
+    _, now_s = settle(announcements, blocks)
+    place(announcements, "a", "b")
+    for key in range(1000, 1040):
+        blocks.held[key] = held(key)
+        announcements.note(held(key))
+    known: Told = {}
+    while announcements.waiting:
+        known |= told(announcements.take(now_s, blocks))
+    assert not announcements.is_settled
+    place(announcements, "a")
+    known |= settle(announcements, blocks, now_s)[0]
+    assert {("a", hash_of(key)) for key in range(1000, 1040)} <= known.keys()
+
+
 def test_blocks_are_told_again_at_a_bounded_rate_and_fresh_ones_at_once() -> None:
     blocks = Blocks(range(1000))
     announcements = plan(per_second=100, batch_blocks=64)
