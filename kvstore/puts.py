@@ -26,7 +26,7 @@ from kvstore.lease import Session, WriteWindow
 from kvstore.lifecycle import Put, PutEvent, next_put
 from kvstore.recency import Behind
 from kvstore.room import Room
-from kvstore.table import Tier
+from kvstore.table import NEVER_S, Tier
 from kvstore.tenancy import Tenancy
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import Outcome
@@ -402,6 +402,20 @@ class Puts:
         self.copying_bytes -= tenancy.slot_bytes
         self._catalog.promise(tenancy, Tier.CPU, -1)
         self._memory.free(offset)
+
+    def keep_copy(self, tenancy: Tenancy, block_hash: bytes, offset: int, sum_: int, life_s: float) -> int:
+        """Make a copy of the daemon's own a block, and return its row; if it is there already the copy is given up."""
+        row = self._catalog.find(tenancy, block_hash)
+        if row is not None:
+            self.free_copy(tenancy, offset)
+            return row
+        self.reserved_bytes -= tenancy.slot_bytes
+        self.copying_bytes -= tenancy.slot_bytes
+        self._catalog.promise(tenancy, Tier.CPU, -1)
+        (row,) = self._catalog.adopt(tenancy, (block_hash,), (offset,), (sum_,), 0.0 if life_s == NEVER_S else life_s)
+        self._memory.set_owners((offset,), (row,))
+        self._arrived(tenancy, (block_hash,))
+        return row
 
     def _give_back(self, ticket: Ticket, position: int) -> None:
         """The writer is done with this slot and it holds nothing: free it."""

@@ -14,8 +14,9 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import cast
 
 from kvstore.catalog import Catalog
@@ -98,7 +99,7 @@ class Reads:
                     tiers[position] = residency[seen] if seen < within else 0
                     seen += 1
             hits = next((at for at, row in enumerate(outcomes) if row != Outcome.HIT), len(outcomes))
-        self._count(tenancy, outcomes, tiers)
+        self.count(tenancy, outcomes, tiers)
         return Found(request.id, hits, bytes(outcomes), bytes(tiers))
 
     def _over(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> list[int]:
@@ -122,7 +123,8 @@ class Reads:
                     return position
         return len(rows)
 
-    def _count(self, tenancy: Tenancy, outcomes: bytes | bytearray, tiers: bytes | bytearray) -> None:
+    def count(self, tenancy: Tenancy, outcomes: bytes | bytearray, tiers: bytes | bytearray) -> None:
+        """Count blocks that were asked for, each as a hit in its fastest tier or as a miss with its reason."""
         counters = tenancy.counters
         counters.queried_blocks += len(outcomes)
         for residency in set(tiers):
@@ -155,33 +157,50 @@ class Reads:
         except TooManyLeases:
             return None
 
-    async def acquire(self, session: Session, tenancy: Tenancy, request: Acquire) -> Acquired:
+    async def acquire(
+        self,
+        session: Session,
+        tenancy: Tenancy,
+        request: Acquire,
+        brought: Mapping[bytes, Outcome] = MappingProxyType({}),
+    ) -> Acquired:
         """Return a lease on what is there by the deadline, loading it first.
 
-        Cancellation lets go of everything; loads that others wait for go on.
+        `brought`: what became of blocks that another tier was asked for; HIT: they are in memory now, and counted as
+        found in remote. Cancellation lets go of everything; loads that others wait for go on.
         """
         deadline_s = self._clock.monotonic_s() + request.deadline_s
         reasons = dict.fromkeys(request.hashes, Outcome.ABSENT)
         reasons.update((request.hashes[at], Outcome.EXPIRED) for at in self._over(tenancy, request.hashes))
         if request.wait_s:
             wait_s = min(request.wait_s, request.deadline_s)
-            reasons.update(await self.wait(tenancy, request.hashes, wait_s))
+            reasons.update(await self.wait(tenancy, [h for h in request.hashes if h not in brought], wait_s))
+        reasons.update((h, outcome) for h, outcome in brought.items() if outcome != Outcome.HIT)
         while True:
-            answer = await self._round(session, tenancy, request, reasons, deadline_s)
+            answer = await self._round(session, tenancy, request, reasons, deadline_s, brought)
             if answer is not None:
                 return answer
             if self._clock.monotonic_s() >= deadline_s or session.over:
                 return self._refused(tenancy, request, reasons)
-            await self._room_may_have_changed(deadline_s)
+            await self.room_may_have_changed(deadline_s)
 
     async def _round(
-        self, session: Session, tenancy: Tenancy, request: Acquire, reasons: dict[bytes, Outcome], deadline_s: float
+        self,
+        session: Session,
+        tenancy: Tenancy,
+        request: Acquire,
+        reasons: dict[bytes, Outcome],
+        deadline_s: float,
+        brought: Mapping[bytes, Outcome],
     ) -> Acquired | None:
         """Return an answer, or None if there is no room now for anything of it."""
         rows, outcomes = self._candidates(tenancy, request, reasons)
         if not request.copying:
             self._leases.check_ever([row for row in rows if row is not None], copying=False)
-        sources = bytes(0 if row is None else self._catalog.table.residency[row] for row in rows)
+        sources = bytearray(0 if row is None else self._catalog.table.residency[row] for row in rows)
+        for position, block_hash in enumerate(request.hashes) if brought else ():
+            if brought.get(block_hash) == Outcome.HIT and sources[position]:
+                sources[position] = Tier.REMOTE.bit
         if not request.copying and any(outcome >= MISS_FIRST for outcome in outcomes):
             return self._incomplete(tenancy, request, outcomes, sources)
         held: list[int] = []
@@ -227,6 +246,9 @@ class Reads:
         for position, row in enumerate(rows):
             if row is None or (missed and request.run):
                 outcomes[position] = reasons[request.hashes[position]]
+                if outcomes[position] == Outcome.LATER and not missed:
+                    rows[position] = None
+                    continue
                 if outcomes[position] < MISS_FIRST:
                     outcomes[position] = Outcome.ABSENT
                 rows[position] = None
@@ -296,7 +318,7 @@ class Reads:
         request: Acquire,
         rows: Sequence[int | None],
         outcomes: bytes,
-        sources: bytes,
+        sources: bytes | bytearray,
     ) -> Acquired:
         """Return a lease on the rows that are not None, all in memory; `sources`: where they were before."""
         slots = self._catalog.table.slot[Tier.CPU]
@@ -313,11 +335,11 @@ class Reads:
         if request.count:
             # LATER keys come again in the next request: they are counted there.
             if len(granted) == len(rows):
-                self._count(tenancy, outcomes, sources)
+                self.count(tenancy, outcomes, sources)
             else:
                 final = [at for at, outcome in enumerate(outcomes) if outcome != Outcome.LATER]
                 tiers = bytes(sources[at] if outcomes[at] == Outcome.HIT else 0 for at in final)
-                self._count(tenancy, bytes(outcomes[at] for at in final), tiers)
+                self.count(tenancy, bytes(outcomes[at] for at in final), tiers)
         if len(granted) == len(rows):
             offsets = list(map(slots.__getitem__, granted))
         else:
@@ -333,17 +355,19 @@ class Reads:
         final = bytes(outcome if outcome >= MISS_FIRST else Outcome.NO_ROOM for outcome in outcomes)
         return self._nothing(tenancy, request, final, bytes(len(final)))
 
-    def _incomplete(self, tenancy: Tenancy, request: Acquire, outcomes: bytearray, sources: bytes) -> Acquired:
+    def _incomplete(
+        self, tenancy: Tenancy, request: Acquire, outcomes: bytearray, sources: bytes | bytearray
+    ) -> Acquired:
         """Return the answer to an all-or-nothing request of which something is missing; the rest are hits, unheld."""
         found = bytes(tier if outcome == Outcome.HIT else 0 for tier, outcome in zip(sources, outcomes, strict=True))
         return self._nothing(tenancy, request, bytes(outcomes), found)
 
     def _nothing(self, tenancy: Tenancy, request: Acquire, outcomes: bytes, tiers: bytes) -> Acquired:
         if request.count:
-            self._count(tenancy, outcomes, tiers)
+            self.count(tenancy, outcomes, tiers)
         return Acquired(request.id, 0, 0.0, outcomes, [0] * len(outcomes))
 
-    async def _room_may_have_changed(self, deadline_s: float) -> None:
+    async def room_may_have_changed(self, deadline_s: float) -> None:
         """Return soon: leases end and slots free by events of many kinds, so look again at short intervals."""
         left_s = max(0.0, deadline_s - self._clock.monotonic_s())
         await self._leases.released(min(left_s, _ROOM_ROUND_S))

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from kvstore.block import Namespace
 from kvstore.catalog import Catalog
@@ -35,12 +32,15 @@ from kvstore.policy import POLICIES
 from kvstore.puts import PutLimits, Puts
 from kvstore.reads import ReadLimits, Reads
 from kvstore.recency import Behind
+from kvstore.remote_tier import RemoteTier
 from kvstore.restore import WarmStart, slots_for
 from kvstore.room import Room
 from kvstore.table import NO_SLOT, Tier
 from kvstore.tenancy import Tenancy
+from kvstore.threads import in_thread, populate
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.remote import RemoteStore
 from kvstore.wire import Outcome
 
 log = logging.getLogger("kvstore")
@@ -53,11 +53,7 @@ _TICK_WORK_S = 0.002  # how long a tick may hold the loop for what has time
 _PER_TICK = 2000  # rows that one tick looks at for each purpose
 _PER_STEP = 100
 _WARM_AT_ONCE = 40_000  # rows: some 30 ms
-_POPULATE_BYTES = 128 << 20
-_POPULATE_THREADS = min(8, os.cpu_count() or 1)
 WINDOW_BYTES_MAX = 64 << 20
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +65,7 @@ class StoreSettings:
     ssd_dir: Path | None = None
     eviction: str = "lru"
     write_policy: str = "through"  # through, second-touch, back
+    remote_write_policy: str = "second-touch"  # the same words, for the remote tier
     read_only_clients: bool = False
     verify_reads: bool = False
     huge_pages: str = "auto"
@@ -109,6 +106,7 @@ class Store:
             capacity_bytes=settings.ssd_size_bytes, queue_bytes_max=settings.write_queue_bytes,
             quotas={tenant: sizes["ssd"] for tenant, sizes in settings.quotas.items() if "ssd" in sizes},
         )  # fmt: skip
+        self.remote: RemoteTier | None = None
         self._drain = None if self.mover is None else Drain(self.catalog, self.mover, clock)
         usable = self.memory.grantable_bytes()
         self.leases = Leases(self.catalog, usable // 2, min(self.memory.transit_bytes, usable // 4))
@@ -154,6 +152,14 @@ class Store:
             raise
         return store
 
+    def attach(self, remote: RemoteStore) -> None:
+        """Give the store a remote tier, before `run`."""
+        self.remote = RemoteTier(
+            self.catalog, self.memory, self.puts, self.reads,
+            None if self.disk is None or self.mover is None else (self.disk, self.mover.loads), remote, self.clock,
+            policy=self.settings.remote_write_policy, queue_bytes_max=self.settings.write_queue_bytes,
+        )  # fmt: skip
+
     # ---- keeping going
 
     async def run(self, ready: Callable[[], None]) -> None:
@@ -163,27 +169,10 @@ class Store:
             if self.mover is not None:
                 tasks.create_task(self.mover.run(), name="mover")
                 tasks.create_task(self._forget_stale(), name="stale")
-            tasks.create_task(self._populate(ready), name="populate")
+            if self.remote is not None:
+                tasks.create_task(self.remote.run(), name="remote")
+            tasks.create_task(populate(self.memory, ready), name="populate")
             tasks.create_task(self._tick_forever(), name="ticks")
-
-    async def _populate(self, ready: Callable[[], None]) -> None:
-        step = max(self.memory.chunk_bytes, _POPULATE_BYTES // self.memory.chunk_bytes * self.memory.chunk_bytes)
-        told = False
-        for start in range(0, self.memory.size_bytes, step):
-            length = min(step, self.memory.size_bytes - start)
-            await self._make_real(start, length)
-            self.memory.add_populated(length)
-            if not told:
-                told = True
-                ready()
-
-    async def _make_real(self, start: int, length: int) -> None:
-        """Populate a part of the pool with several threads: the kernel clears pages at a fraction of memory speed."""
-        share = max(self.memory.chunk_bytes, -(-length // _POPULATE_THREADS // 4096) * 4096)
-        async with asyncio.TaskGroup() as tasks:
-            for at in range(start, start + length, share):
-                part = partial(self.memory.populate_blocking, at, min(share, start + length - at))
-                tasks.create_task(in_thread(part))
 
     async def _forget_stale(self) -> None:
         """Delete what the directory held under older epochs, in portions; what fails is tried again."""
@@ -215,6 +204,8 @@ class Store:
         self.leases.expire(now_s)
         if self.mover is not None and not self.mover.is_draining:
             self._clean_ahead(self.mover)
+        if self.remote is not None:
+            self.remote.tick()
         # The rest may be much: it gets what is left of the tick's time, a little of each in turn.
         for _ in range(_PER_TICK // _PER_STEP):
             done = self.catalog.expire(_PER_STEP) + self.catalog.reclaim(_PER_STEP)
@@ -303,14 +294,19 @@ class Store:
 
     async def drain(self, timeout_s: float) -> Drained:
         """Write to ssd what only memory holds, the hottest first, as much as fits; returns by `timeout_s`."""
-        if self._drain is None:
-            return Drained(0, 0, 0)
-        drained = await self._drain.run(timeout_s)
-        await self.checkpoint()
+        ends_s = self.clock.monotonic_s() + timeout_s
+        drained = Drained(0, 0, 0)
+        if self._drain is not None:
+            drained = await self._drain.run(timeout_s)
+            await self.checkpoint()
+        if self.remote is not None:
+            await self.remote.drain(ends_s - self.clock.monotonic_s())
         return drained
 
     async def close(self) -> None:
         """Close the tiers; nothing may be running any more."""
+        if self.remote is not None:
+            await self.remote.store.close()
         if self.disk is not None:
             await self.disk.close()
         self.memory.close()
@@ -367,9 +363,13 @@ class Store:
             self.catalog.use(rows, behind)
             if self.mover is not None and self.settings.write_policy == "second-touch":
                 self.mover.demote(row for row in rows if self.catalog.table.residency[row] == Tier.CPU.bit)
+            if self.remote is not None:
+                self.remote.used(rows)
 
     def stored(self, rows: Sequence[int]) -> None:
         """New blocks were sealed: send them on as the write policy says."""
+        if self.remote is not None:
+            self.remote.sealed(rows)
         if self.mover is not None and self.settings.write_policy == "through":
             self.mover.demote(rows)
         elif self.mover is not None and self.settings.write_policy == "back" and rows:
@@ -437,9 +437,13 @@ class Store:
             if row is not None:
                 dropped.append(row)
                 self.catalog.drop(row, Cause.DROP)
+        if self.remote is not None:
+            self.remote.forget_blocks(tenancy, hashes)
         if self.mover is not None:
             await self.mover.writes_of(dropped)
             await self.mover.delete_all_departed()
+        if self.remote is not None:
+            await self.remote.drop_blocks(tenancy, hashes, dropped)
         return bytes(outcomes)
 
     async def drop_namespaces(self, tenancies: Sequence[Tenancy]) -> int:
@@ -448,10 +452,14 @@ class Store:
         for tenancy in tenancies:
             dropped += self.catalog.drop_all(tenancy)
             self.puts.drop_all(tenancy)
+            if self.remote is not None:
+                self.remote.forget(tenancy)
             tenancy.begin_use()
         try:
             if self.disk is not None:
                 await self.disk.set_epochs({t.disk_number: t.epoch for t in tenancies if t.disk_number is not None})
+            if self.remote is not None:
+                await self.remote.drop_namespaces(tenancies)
         finally:
             for tenancy in tenancies:
                 tenancy.end_use()
@@ -481,17 +489,3 @@ class Store:
     def _free_slot(self, tier: Tier, offset: int) -> None:
         assert tier is Tier.CPU
         self.memory.free(offset)
-
-
-async def in_thread(function: Callable[[], T]) -> T:
-    """Return `function()`, run in a thread. However often cancelled, it waits for the thread, which uses our memory."""
-    future = asyncio.get_running_loop().run_in_executor(None, function)
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as exc:
-            cancelled = exc
-    if cancelled is not None:
-        raise cancelled
-    return future.result()

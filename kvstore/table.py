@@ -60,6 +60,7 @@ class BlockTable:
         self.slides = bytearray()  # 1: a use moves the end
         self.holds = array("Q")
         self.uses = bytearray()
+        self.is_remote = bytearray()  # 1: the remote tier is known to have it, or had it once
         self.residency = bytearray()
         self.slot = {tier: array("q") for tier in tiers}
         self.state = {tier: bytearray() for tier in tiers}
@@ -101,6 +102,7 @@ class BlockTable:
             self.expires_s[row] = expires_s
             self.slides[row] = slides
             self.uses[row] = 0
+            self.is_remote[row] = 0
         return rows
 
     def remove(self, row: int) -> None:
@@ -125,6 +127,7 @@ class BlockTable:
             self.expires_s += columns.expires_s
         self.holds.frombytes(bytes(count * self.holds.itemsize))
         self.uses += bytes(count)
+        self.is_remote += bytes(count)
         self.residency += bytes([tier.bit]) * count
         for each, slots in self.slot.items():
             slots += columns.slots if each is tier else array("q", [NO_SLOT]) * count
@@ -185,6 +188,7 @@ class BlockTable:
         self.expires_s.extend([NEVER_S] * count)
         self.slides.extend(bytes(count))
         self.uses.extend(bytes(count))
+        self.is_remote.extend(bytes(count))
         self.residency.extend(bytes(count))
         for slots in self.slot.values():
             slots.extend([NO_SLOT] * count)

@@ -168,6 +168,9 @@ class Admin:
                     addresses.append((catalog.table.slot[Tier.SSD][row], catalog.table.expires_s[row]))
         if disk is not None and addresses:
             await disk.set_expiry(dict(addresses))
+        if self._store.remote is not None:  # its copies keep the life they were written with
+            for tenancy in {tenancy.number: tenancy for tenancy, _ in found}.values():
+                await self._store.remote.drop_blocks(tenancy, request.hashes)
         return self._done(request, found)
 
     def _drop_blocks(self, connection: Connection, request: wire.DropBlocks) -> Answer:
@@ -190,6 +193,8 @@ class Admin:
         catalog = self._store.catalog
         tenancies = catalog.namespaces.known() if request.namespace is None else self._named(request.namespace)
         blocks = await self._store.drop_namespaces(tenancies)
+        if request.namespace is None and self._store.remote is not None:
+            await self._store.remote.drop_all()
         return wire.Report(request.id, {"namespaces": len(tenancies), "blocks": blocks})
 
     def _evict(self, connection: Connection, request: wire.Evict) -> Answer:

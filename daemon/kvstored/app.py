@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
 
+from kvstore.clock import SystemClock
 from kvstore.errors import UnavailableError
 from kvstore.store import Store, StoreSettings
 from kvstored import reports
@@ -20,6 +21,7 @@ from kvstored.config import Settings
 from kvstored.http import listening
 from kvstored.logs import fields
 from kvstored.node import Node
+from kvstored.remote.opening import open_store
 from kvstored.server import Server
 from kvstored.service import Service
 
@@ -37,7 +39,16 @@ async def serve(settings: Settings, *, ready: Callable[[], None]) -> None:
     KVStoreError
         Something can't be opened; the text names the fix. In an ExceptionGroup when it came later.
     """
-    store = await Store.open(store_settings(settings))
+    clock, remote = SystemClock(), None
+    if settings.remote is not None:
+        assert settings.remote_size_bytes is not None
+        assert settings.remote_writer is not None
+        remote = open_store(
+            settings.remote, settings.remote_size_bytes, settings.remote_writer, clock, settings.remote_refresh_s
+        )
+    store = await Store.open(store_settings(settings), clock)
+    if remote is not None:
+        store.attach(remote)
     try:
         async with asyncio.TaskGroup() as tasks:
             node = Node(settings, store, secrets.token_bytes(16), tasks)
@@ -133,6 +144,7 @@ def store_settings(settings: Settings) -> StoreSettings:
         ssd_dir=settings.ssd_dir,
         eviction=settings.eviction,
         write_policy=settings.write_policy,
+        remote_write_policy=settings.remote_write_policy,
         read_only_clients=settings.mode == "strict",
         verify_reads=settings.verify_reads,
         huge_pages=settings.huge_pages,

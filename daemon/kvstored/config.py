@@ -17,6 +17,7 @@ from typing import Any
 from kvstore.units import format_duration, format_size
 from kvstored.options import OPTIONS, Option
 from kvstored.readers import Principals
+from kvstored.remote.opening import shown
 
 DEFAULT_TENANT = "default"
 
@@ -30,6 +31,11 @@ class Settings:
     tiers: tuple[str, ...] = ("cpu",)
     ssd_size_bytes: int | None = None
     ssd_dir: Path | None = None
+    remote: str | None = field(default=None, repr=False)  # a URL, perhaps with a password
+    remote_size_bytes: int | None = None
+    remote_write_policy: str = "second-touch"
+    remote_writer: str | None = None
+    remote_refresh_s: float = 10.0
     http: str | None = None
     http_by_default: bool = False  # nobody asked for this address: go without if it is taken
     ttl_s: float = 0.0
@@ -59,8 +65,9 @@ class Settings:
 
 # The field of Settings that a key sets, where it isn't the key itself.
 FIELDS = {
-    "cpu-size": "cpu_size_bytes", "ssd-size": "ssd_size_bytes", "ttl": "ttl_s", "quota": "quotas",
-    "tenant": "tenants", "admin": "admins", "drain-timeout": "drain_s", "lease-max": "lease_s_max",
+    "cpu-size": "cpu_size_bytes", "ssd-size": "ssd_size_bytes", "remote-size": "remote_size_bytes",
+    "ttl": "ttl_s", "quota": "quotas", "tenant": "tenants", "admin": "admins", "drain-timeout": "drain_s",
+    "lease-max": "lease_s_max", "remote-refresh": "remote_refresh_s",
     "reservation": "reservation_s", "write-queue": "write_queue_bytes", "arena-size": "arena_bytes",
 }  # fmt: skip
 
@@ -75,6 +82,8 @@ def as_words(key: str, settings: Settings) -> Any:
     value = getattr(settings, field_of(key))
     if key == "http":
         return value or "off"
+    if key == "remote":
+        return settings.remote and shown(settings.remote)
     if key == "tenant":
         return {name: _principals(who) for name, who in settings.tenants.items()}
     if key == "admin":

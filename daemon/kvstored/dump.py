@@ -31,9 +31,10 @@ from kvstore.block import Namespace
 from kvstore.checksum import NOT_COMPUTED, checksum
 from kvstore.errors import BadRecord, NamespaceMismatch, TierFull, UnavailableError, UsageError
 from kvstore.lease import Session
-from kvstore.store import Store, in_thread
+from kvstore.store import Store
 from kvstore.table import NEVER_S, Tier
 from kvstore.tenancy import Tenancy
+from kvstore.threads import in_thread
 from kvstore.tiers.disk_recency import sync_directory
 from kvstore.wire import Outcome
 

@@ -23,8 +23,8 @@ from kvstore.wire import MISS_REASONS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 NAMED_MAX = 100
-TIERS = ("cpu", "ssd")
-STATES = ("ready", "filling", "degraded", "off")
+TIERS = ("cpu", "ssd", "remote")
+STATES = ("ready", "filling", "starting", "degraded", "off")
 CAUSES = ("pressure", "ttl", "drop", "quota")
 OTHER = "other"
 _REASONS = tuple(outcome.name.lower() for outcome in MISS_REASONS)

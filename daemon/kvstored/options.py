@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstored import readers
 from kvstored.readers import choice, duration, integer, size
+from kvstored.remote.opening import shown
 
 VARIABLE_PREFIX = "KVSTORED_"
 
@@ -29,6 +30,7 @@ class Option:
     default_text: str = ""
     repeated: bool = False
     prefix: str = VARIABLE_PREFIX
+    shown: Callable[[str], str] | None = None  # how what was written is printed, where it may hold a password
 
     @property
     def flag(self) -> str:
@@ -87,6 +89,29 @@ OPTIONS = (
     Option(
         "ssd-dir", "DIR", readers.read_path, "directory of the ssd tier; one daemon a directory",
         default_text="$STATE_DIRECTORY/ssd, /var/lib/kvstored/ssd for root, else under $XDG_STATE_HOME",
+    ),
+    Option(
+        "remote", "URL", readers.read_remote,
+        "store of the remote tier: s3://, gs://, az://, file:// or redis://", default_text="none", shown=shown,
+    ),
+    Option(
+        "remote-size", "SIZE", size(1 << 20),
+        "hard cap on what this daemon keeps in an object store, or all daemons together in a Redis",
+        default_text="none: the remote tier needs one",
+    ),
+    Option(
+        "remote-write-policy", "POLICY", choice("through", "second-touch", "back"),
+        "when a block goes to the remote tier: at its seal, at its second use, or when it is about to leave this node",
+        "second-touch",
+    ),
+    Option(
+        "remote-writer", "NAME", readers.read_writer,
+        "name under which this daemon keeps objects, its own and the same at each start",
+        default_text="the host's name and a number made of the socket's path",
+    ),
+    Option(
+        "remote-refresh", "DURATION", duration(0.05, 3600),
+        "how often an object store is listed for what others have written, at most", "10s",
     ),
     Option(
         "socket", "PATH", readers.read_path, "unix socket that clients connect to",

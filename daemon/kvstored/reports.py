@@ -14,7 +14,8 @@ from collections.abc import Generator
 from typing import Any
 
 from kvstore import __version__
-from kvstore.counters import NamespaceCounters
+from kvstore.counters import Cause, NamespaceCounters
+from kvstore.remote_tier import RemoteTier
 from kvstore.store import Store
 from kvstore.table import NEVER_S, Tier
 from kvstore.tenancy import Tenancy
@@ -42,7 +43,7 @@ def status(node: Node, *, role: str) -> Body:
         "state": "draining" if node.closing else "ready" if ready > 0 else "starting",
         "mode": settings.mode,
         "role": role,
-        "tiers": [tier.label for tier in store.catalog.tiers],
+        "tiers": [tier.label for tier in store.catalog.counters],
         "socket": str(settings.socket),
         "http": node.http,
         "eviction": settings.eviction,
@@ -130,6 +131,8 @@ def _stats(node: Node, tenant: str | None, name: str, *, by_size: bool) -> Gener
     tiers = {Tier.CPU.label: _cpu(store, blocks[Tier.CPU])}
     if store.disk is not None:
         tiers[Tier.SSD.label] = _ssd(store, blocks[Tier.SSD])
+    if store.remote is not None:
+        tiers[Tier.REMOTE.label] = _remote(store, store.remote)
     pinned_blocks = pinned_bytes = 0
     for number, pinned in catalog.pins.blocks_of.items():
         if tenant in (None, catalog.tenancies[number].tenant):
@@ -218,6 +221,40 @@ def _ssd(store: Store, blocks: int) -> Body:
     }
 
 
+def _remote(store: Store, remote: RemoteTier) -> Body:
+    usage = remote.store.usage()
+    counters = store.catalog.counters[Tier.REMOTE].report()
+    counters["evictions"] = {
+        **dict.fromkeys((cause.value for cause in Cause), 0),
+        Cause.PRESSURE.value: usage.swept_blocks,
+        Cause.TTL.value: usage.swept_expired_blocks,
+    }
+    return {
+        "capacity_bytes": usage.capacity_bytes,
+        "capacity_target_bytes": usage.capacity_bytes,
+        "used_bytes": usage.used_bytes,
+        "reserved_bytes": 0,
+        "quarantined_bytes": 0,
+        "free_bytes": max(0, usage.capacity_bytes - usage.used_bytes),
+        "pinned_bytes": 0,
+        "blocks": usage.blocks,
+        "durable_blocks": usage.blocks,
+        "write_queue_bytes": remote.writes.queued_bytes,
+        "place": usage.place,
+        "objects": usage.objects,
+        "file_bytes": usage.known_bytes,
+        "loads_in_flight": len(remote.loads),
+        "timeouts": usage.timeouts,
+        "throttled": usage.throttled,
+        "refused_full": usage.refused_full,
+        "state": usage.state,
+        "state_text": usage.state_text,
+        **counters,
+        "io_errors": usage.errors,
+        "checksum_failures": usage.checksum_failures,
+    }
+
+
 def _namespace(store: Store, tenancy: Tenancy, pinned_blocks: int) -> Body:
     namespace = tenancy.namespace
     return {
@@ -237,13 +274,13 @@ def _namespace(store: Store, tenancy: Tenancy, pinned_blocks: int) -> Body:
         "blocks": {tier.label: count for tier, count in tenancy.blocks.items()},
         "bytes": {tier.label: count * tenancy.slots[tier] for tier, count in tenancy.blocks.items()},
         "pinned_blocks": pinned_blocks,
-        **tenancy.counters.report(store.catalog.tiers),
+        **tenancy.counters.report(tuple(store.catalog.counters)),
     }
 
 
 def _totals(store: Store, sums: NamespaceCounters) -> Body:
     cpu = store.catalog.counters[Tier.CPU]
-    counted = sums.report(store.catalog.tiers)
+    counted = sums.report(tuple(store.catalog.counters))
     del counted["evictions"]
     return {**counted, "bytes_in": cpu.bytes_in, "bytes_out": cpu.bytes_out}
 

@@ -24,7 +24,8 @@ from kvstore.units import describe_size
 from kvstored.config import DEFAULT_TENANT, Settings, field_of
 from kvstored.host import Filesystem, Host
 from kvstored.options import OPTIONS
-from kvstored.readers import Principals
+from kvstored.readers import TIERS, Principals
+from kvstored.remote.opening import default_writer
 from kvstored.sources import Fault, Given, gather
 
 CHUNK_BYTES = 2 << 20
@@ -37,7 +38,9 @@ OWN_MEMORY_BYTES = 64 << 20
 
 # What a setting needs to have an effect: a tier, or the other mode.
 _NEEDS = {
-    "ssd-size": "ssd", "ssd-dir": "ssd", "io-threads": "ssd", "write-queue": "ssd", "write-policy": "ssd",
+    "ssd-size": "ssd", "ssd-dir": "ssd", "io-threads": "ssd", "write-queue": "ssd or remote", "write-policy": "ssd",
+    "remote": "remote", "remote-size": "remote", "remote-write-policy": "remote", "remote-writer": "remote",
+    "remote-refresh": "remote",
     "arena-size": "strict", "allow-shared-pool-across-tenants": "trusted",
 }  # fmt: skip
 _RAISE_LIMIT = {
@@ -98,6 +101,7 @@ class _Resolver:
             values["ssd-size"] = self._ssd_size(values["ssd-dir"])
         else:
             values["ssd-dir"] = values["ssd-size"] = None
+        self._check_remote(values)
         if "write-queue" not in self.given.values:
             values["write-queue"] = values["cpu-size"]  # what waits there holds no memory of its own
         self._check_tenants(values)
@@ -140,8 +144,6 @@ class _Resolver:
         for tier in wanted:
             if tier == "gpu":
                 self._fault("tiers", self._no_gpu())
-            elif tier == "remote":
-                self._fault("tiers", "this version has no remote tier yet: leave it out, as in --tiers cpu,ssd")
         if "cpu" not in wanted:
             self._fault("tiers", "the cpu tier is where clients read and write: add it, as in --tiers cpu,ssd")
         if "ssd" in wanted and (obstacle := self._ssd_obstacle(ssd_dir, auto=False)):
@@ -269,16 +271,27 @@ class _Resolver:
 
     def _check_effective(self, values: Mapping[str, Any]) -> None:
         for key, need in _NEEDS.items():
-            if need in values["tiers"] or need == values["mode"]:
+            wanted = need.split(" or ")
+            if not {values["mode"], *values["tiers"]}.isdisjoint(wanted):
                 continue
+            is_tier = wanted[0] in TIERS
             reason = f"it has no effect in {values['mode']} mode"
-            if need == "ssd":
-                reason = "it has no effect without the ssd tier"
-                reason += "".join(f" ({note})" for note in self.notes if note.startswith("no ssd tier"))
+            if is_tier:
+                reason = f"it has no effect without the {need} tier"
+                reason += "".join(f" ({note})" for note in self.notes if note.startswith(f"no {wanted[0]} tier"))
             self.idle[key] = reason
             if key in self.given.values:
-                remedy = "add ssd to --tiers" if need == "ssd" else f"set --mode {need}"
+                remedy = f"add {need} to --tiers" if is_tier else f"set --mode {need}"
                 self._fault(key, f"{reason}: remove it, or {remedy}")
+
+    def _check_remote(self, values: dict[str, Any]) -> None:
+        if "remote" not in values["tiers"]:
+            values["remote"] = values["remote-size"] = values["remote-writer"] = None
+            return
+        for key, example in (("remote", "s3://bucket/prefix"), ("remote-size", "10TiB")):
+            if key not in self.given.values and not any(fault.key == key for fault in self.faults):
+                self._fault(key, f"the remote tier needs it: add --{key}, as in --{key} {example}")
+        values["remote-writer"] = values["remote-writer"] or default_writer(values["socket"])
 
     def _check_tenants(self, values: dict[str, Any]) -> None:
         tenants: dict[str, Principals] = values["tenant"] or {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from kvstore import __version__, wire
@@ -24,9 +24,9 @@ from kvstore.forgetting import forget_idle
 from kvstore.lease import Session
 from kvstore.lifecycle import Put
 from kvstore.puts import Ticket
-from kvstore.store import in_thread
 from kvstore.table import Tier
 from kvstore.tenancy import IDLE_KEPT, Tenancy
+from kvstore.threads import in_thread
 from kvstore.tiers.arena import Arena
 from kvstore.wire import Outcome
 from kvstored.admin import Admin
@@ -89,6 +89,7 @@ class Service:
         settings, store = self._settings, self._store
         # A checksum costs least while the block is warm in its writer's cache: take it there if it will be needed.
         needed = settings.verify_reads or (store.disk is not None and settings.write_policy == "through")
+        needed = needed or (store.remote is not None and settings.remote_write_policy == "through")
         at_seal = {"always": True, "never": False}.get(settings.checksum_at_seal, needed)
         return wire.Welcome(
             id=hello.id,
@@ -150,7 +151,10 @@ class Service:
     # ---- reading
 
     def _lookup(self, connection: Connection, request: wire.Lookup) -> Answer:
-        return self._store.reads.lookup(self._tenancy(connection, request.ns), request)
+        tenancy, remote = self._tenancy(connection, request.ns), self._store.remote
+        if remote is not None and not remote.reads.are_all_here(tenancy, request.hashes):
+            return remote.reads.lookup(tenancy, request)
+        return self._store.reads.lookup(tenancy, request)
 
     def _acquire(self, connection: Connection, request: wire.Acquire) -> Answer:
         tenancy = self._tenancy(connection, request.ns)
@@ -159,7 +163,11 @@ class Service:
         return at_once if at_once is not None else self._acquired(connection, tenancy, request)
 
     async def _acquired(self, connection: Connection, tenancy: Tenancy, request: wire.Acquire) -> wire.Message:
-        reply = await self._store.reads.acquire(connection.session, tenancy, request)
+        remote = self._store.remote
+        if remote is not None and not remote.reads.are_all_here(tenancy, request.hashes):
+            reply = await remote.reads.acquire(connection.session, tenancy, request)
+        else:
+            reply = await self._store.reads.acquire(connection.session, tenancy, request)
         if connection.session.over and reply.lease:
             self._store.leases.release(connection.session, reply.lease)
             raise Closing("the connection is over")
@@ -170,7 +178,15 @@ class Service:
         return None
 
     def _prefetch(self, connection: Connection, request: wire.Prefetch) -> Answer:
-        outcomes = self._store.reads.prefetch(self._tenancy(connection, request.ns), request.hashes)
+        tenancy, remote = self._tenancy(connection, request.ns), self._store.remote
+        if remote is not None and not remote.reads.are_all_here(tenancy, request.hashes):
+            return self._prefetched(remote.reads.prefetch(tenancy, request.hashes), request)
+        outcomes = self._store.reads.prefetch(tenancy, request.hashes)
+        return wire.Found(request.id, outcomes.count(Outcome.HIT), outcomes)
+
+    @staticmethod
+    async def _prefetched(work: Awaitable[bytes], request: wire.Prefetch) -> wire.Message:
+        outcomes = await work
         return wire.Found(request.id, outcomes.count(Outcome.HIT), outcomes)
 
     def _wait(self, connection: Connection, request: wire.Wait) -> Answer:

@@ -50,8 +50,10 @@ class Given:
 
     def take(self, key: str, written: Any, source: str) -> None:
         """Read one value; the first source to give a key keeps it."""
+        option = self.table.by_key[key]
+        given, written = written, option.shown(written) if option.shown and isinstance(written, str) else written
         try:
-            value = self.table.by_key[key].read(written)
+            value = option.read(given)
         except BadSetting as exc:
             self.faults.append(Fault(key, written, source, str(exc)))
             return

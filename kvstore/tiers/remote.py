@@ -125,6 +125,10 @@ class RemoteStore(Protocol):
         """
         ...
 
+    def forget(self, scope: RemoteScope, hashes: Sequence[bytes] | None = None) -> None:
+        """Find nothing of these blocks (None: of the scope) here any more, until `delete` (`drop`) has returned."""
+        ...
+
     async def delete(self, scope: RemoteScope, hashes: Sequence[bytes], within_s: float) -> None:
         """Make blocks invisible to all who use the store, and others with them where they lie in one object.
 

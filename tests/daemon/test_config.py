@@ -144,7 +144,9 @@ def test_missing_config_file_is_named(shell: Shell) -> None:
 def test_every_setting_can_be_given_by_flag_variable_and_file(shell: Shell) -> None:
     shell.host.cuda_missing = None
     given = {
-        "tiers": "cpu,ssd", "cpu-size": "1GiB", "ssd-size": "2GiB", "ssd-dir": str(shell.directory / "kv"),
+        "tiers": "cpu,ssd,remote", "cpu-size": "1GiB", "remote": "s3://bucket/x", "remote-size": "1TiB",
+        "remote-write-policy": "back", "remote-writer": "me", "remote-refresh": "5s",
+        "ssd-size": "2GiB", "ssd-dir": str(shell.directory / "kv"),
         "socket": str(shell.directory / "s.sock"), "http": "127.0.0.1:1", "ttl": "1h", "eviction": "reuse",
         "ttl-mode": "access",
         "write-policy": "back", "mode": "strict", "arena-size": "8MiB", "verify-reads": "true",
@@ -262,7 +264,6 @@ def test_gpu_tier_with_a_device_is_refused_as_not_there_yet(shell: Shell) -> Non
 @pytest.mark.parametrize(
     ("tiers", "expected"),
     [
-        ("cpu,remote", "no remote tier yet"),
         ("ssd", "add it, as in --tiers cpu,ssd"),
         ("cpu,disk", "there is no tier 'disk'"),
         ("cpu,cpu", "named twice"),
@@ -299,7 +300,8 @@ def test_ssd_directory_on_a_disk_that_is_not_mounted_is_refused(shell: Shell) ->
 def test_ssd_setting_without_the_ssd_tier_is_a_fault(shell: Shell, key: str) -> None:
     value = {"ssd-dir": "/tmp/x", "io-threads": "2", "write-policy": "back"}.get(key, "1GiB")
     fault = shell.fault(tiers="cpu", **{key.replace("-", "_"): value})
-    assert "it has no effect without the ssd tier: remove it, or add ssd to --tiers" in fault
+    tier = "ssd or remote" if key == "write-queue" else "ssd"
+    assert f"it has no effect without the {tier} tier: remove it, or add {tier} to --tiers" in fault
 
 
 def test_ssd_setting_says_why_auto_left_the_tier_out(shell: Shell) -> None:

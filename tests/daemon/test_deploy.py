@@ -58,7 +58,8 @@ def test_commented_settings_of_the_example_exist_and_are_not_the_defaults(short_
     for option in OPTIONS:
         if option.default is not None and option.key in given.values and f"# {option.key} = " in EXAMPLE.read_text():
             assert given.values[option.key] != option.read(option.default), option.key
-    rarely = {"allow-shared-pool-across-tenants"}
+    remote = {"remote", "remote-size", "remote-write-policy", "remote-writer", "remote-refresh"}
+    rarely = {"allow-shared-pool-across-tenants", *remote}
     assert {option.key for option in OPTIONS} - set(given.values) == rarely
 
 

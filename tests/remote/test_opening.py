@@ -66,7 +66,7 @@ def test_other_urls_are_refused_without_a_credential_in_the_text(url: str, told:
 )
 def test_a_redis_url_that_can_not_be_read_says_why_without_the_password(url: str) -> None:
     with pytest.raises(BadSetting) as caught:
-        open_store(url, 1 << 20, "writer", SystemClock())
+        open_store(url, 1 << 20, "writer", SystemClock(), 10.0)
     assert "secret" not in str(caught.value)
 
 
@@ -79,7 +79,8 @@ def test_a_redis_url_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "user" not in repr(read) + read.text
     monkeypatch.setenv("REDIS_PASSWORD", "from-environment")
     assert RedisPlace.read("redis://host").password == "from-environment"
-    assert shown("redis://user:p%40ss@a:1/3?prefix=team") == "redis://a:1/3"
+    assert shown("redis://user:p%40ss@a:1/3?prefix=team") == "redis://a:1/3?prefix=team"
+    assert shown("s3://key:secret@bucket/x?token=secret") == "s3://bucket/x"
 
 
 def test_a_writers_name_is_its_hosts_and_sockets_and_stays(tmp_path: Path) -> None:

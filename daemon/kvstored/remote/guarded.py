@@ -103,16 +103,21 @@ class Guarded:
         why = Outcome.UNAVAILABLE if why is Outcome.ABSENT else why
         return [outcomes.get(at, why) for at in range(len(writes))]
 
-    async def delete(self, scope: RemoteScope, hashes: Sequence[bytes], within_s: float) -> None:
-        doomed = self._doomed.setdefault(scope, set())
-        doomed.update(hashes)
+    def forget(self, scope: RemoteScope, hashes: Sequence[bytes] | None = None) -> None:
+        if hashes is None:
+            self.backend.forget(scope)
+            return
+        self._doomed.setdefault(scope, set()).update(hashes)
         if sum(map(len, self._doomed.values())) > _DOOMED_MAX:
             self.backend.forget(scope)  # more than can be remembered one by one: none of the scope's is found
+
+    async def delete(self, scope: RemoteScope, hashes: Sequence[bytes], within_s: float) -> None:
+        self.forget(scope, hashes)
         await self._tell(within_s, lambda: self.backend.delete(scope, hashes))
-        doomed.difference_update(hashes)
+        self._doomed.get(scope, set()).difference_update(hashes)
 
     async def drop(self, scope: RemoteScope, within_s: float) -> None:
-        self.backend.forget(scope)
+        self.forget(scope)
         await self._tell(within_s, lambda: self.backend.drop(scope))
         self._doomed.pop(scope, None)
 

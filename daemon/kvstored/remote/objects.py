@@ -32,7 +32,7 @@ from functools import partial
 
 from kvstore.clock import Clock
 from kvstore.errors import CorruptionError, KVStoreError
-from kvstore.store import in_thread
+from kvstore.threads import in_thread
 from kvstore.tiers.remote import RemoteFound, RemoteRead, RemoteScope, RemoteUsage, RemoteWrite
 from kvstore.wire import Outcome
 from kvstored.logs import fields

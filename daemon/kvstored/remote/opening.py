@@ -35,9 +35,10 @@ def check_url(url: str) -> str:
 
 
 def shown(url: str) -> str:
-    """Return a URL as it may be printed: without user, password and options."""
+    """Return a URL as it may be printed: without user and password, and without options unless it is a Redis's."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    options = f"?{parts.query}" if parts.query and parts.scheme in REDIS_SCHEMES else ""
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{options}"
 
 
 def default_writer(socket_path: Path) -> str:
@@ -46,7 +47,7 @@ def default_writer(socket_path: Path) -> str:
     return f"{host}-{zlib.crc32(str(socket_path).encode()):08x}"
 
 
-def open_store(url: str, capacity_bytes: int, writer: str, clock: Clock) -> Guarded:
+def open_store(url: str, capacity_bytes: int, writer: str, clock: Clock, refresh_s: float) -> Guarded:
     """Return the store at `url`; nothing is asked of it yet, so it may be away now.
 
     Raises
@@ -54,14 +55,11 @@ def open_store(url: str, capacity_bytes: int, writer: str, clock: Clock) -> Guar
     BadSetting
         The URL can't be understood, or the library for it is not installed; the text names the fix.
     """
-    backend = _backend(check_url(url), capacity_bytes, writer, clock)
+    if urlsplit(check_url(url)).scheme in REDIS_SCHEMES:
+        backend = _load("redis", lambda: _redis(url, capacity_bytes, clock))
+    else:
+        backend = _load("objects", lambda: _objects(url, capacity_bytes, writer, clock, refresh_s))
     return Guarded(backend, shown(url), clock)
-
-
-def _backend(url: str, capacity_bytes: int, writer: str, clock: Clock) -> Backend:
-    if urlsplit(url).scheme in REDIS_SCHEMES:
-        return _load("redis", lambda: _redis(url, capacity_bytes, clock))
-    return _load("objects", lambda: _objects(url, capacity_bytes, writer, clock))
 
 
 def _load(extra: str, make: Callable[[], Backend]) -> Backend:
@@ -80,8 +78,8 @@ def _redis(url: str, capacity_bytes: int, clock: Clock) -> Backend:
     return RedisBackend(RedisPlace.read(url), capacity_bytes, clock)
 
 
-def _objects(url: str, capacity_bytes: int, writer: str, clock: Clock) -> Backend:
+def _objects(url: str, capacity_bytes: int, writer: str, clock: Clock, refresh_s: float) -> Backend:
     from kvstored.remote.bucket import Bucket
     from kvstored.remote.objects import ObjectsBackend
 
-    return ObjectsBackend(Bucket(url), writer, capacity_bytes, clock)
+    return ObjectsBackend(Bucket(url), writer, capacity_bytes, clock, refresh_s=refresh_s)

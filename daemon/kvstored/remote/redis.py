@@ -31,7 +31,7 @@ from typing import Any
 
 from kvstore.clock import Clock
 from kvstore.errors import CorruptionError, KVStoreError, TierUnavailable
-from kvstore.store import in_thread
+from kvstore.threads import in_thread
 from kvstore.tiers.disk_records import NEVER_S
 from kvstore.tiers.remote import RemoteFound, RemoteRead, RemoteScope, RemoteUsage, RemoteWrite
 from kvstore.wire import Outcome
@@ -84,7 +84,7 @@ class RedisBackend:
         self._full = asyncio.Event()
         self._used_bytes = 0
         self._blocks = 0
-        self._swept = False
+        self._ready = False
         self._counts: Counter[str] = Counter()
 
     # ---- calls
@@ -199,8 +199,8 @@ class RedisBackend:
             known_bytes=max(0, self._used_bytes),
             blocks=self._blocks,
             objects=self._blocks,
-            state="ready" if self._swept else "starting",
-            state_text="" if self._swept else "what is there has not been counted yet",
+            state="ready" if self._ready else "starting",
+            state_text="" if self._ready else "it has not answered yet",
             checksum_failures=self._counts["checksum_failures"],
             refused_full=self._counts["refused_full"],
             swept_blocks=self._counts["swept_blocks"],
@@ -274,7 +274,8 @@ class RedisBackend:
             pause_s = min(self._sweep_s, _RETRY_S)
             try:
                 with health.call(SWEEP_CALL_S):  # a sweep takes long: others must not have to wait for its end
-                    await self._bounded([("GET", f"{self._prefix}:used")])
+                    (used,) = await self._bounded([("GET", f"{self._prefix}:used")])
+                self._used_bytes, self._ready = _number(used), True
                 for scope in list(self._untold):
                     await self.drop(scope)
                 await self._sweep()
@@ -293,7 +294,6 @@ class RedisBackend:
         lock: Command = ("SET", f"{self._prefix}:sweeper", self._me, "NX", "PX", _LOCK_S * 1000)
         granted, used_before = await self._bounded([lock, ("GET", f"{self._prefix}:used")])
         if granted is None or isinstance(granted, Exception):
-            self._used_bytes, self._swept = _number(used_before), True
             return
         try:
             # What was added to `used` before this moment is written, or never will be, when this pause is over.
@@ -304,7 +304,7 @@ class RedisBackend:
                 counted -= await self._take_oldest(ages, total - int(self._capacity_bytes * _LOW))
             change = counted - _number(used_before)
             (used,) = await self._bounded([("INCRBY", f"{self._prefix}:used", change)])
-            self._used_bytes, self._blocks, self._swept = _number(used), blocks, True
+            self._used_bytes, self._blocks = _number(used), blocks
         finally:
             with contextlib.suppress(KVStoreError, TimeoutError):
                 (owner,) = await self._bounded([("GET", f"{self._prefix}:sweeper")])
