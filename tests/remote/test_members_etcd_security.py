@@ -131,6 +131,12 @@ def test_a_user_with_a_password_may_and_its_token_is_renewed(etcd_with_users: Et
             await etcd.read(place.prefix)
             etcd._token = "no-longer-valid.1"  # pyright: ignore[reportPrivateUsage]
             assert (await etcd.read(place.prefix)).entries
+            etcd._token = "no-longer-valid.2"  # pyright: ignore[reportPrivateUsage]
+            with pytest.raises(UnavailableError):
+                async for _ in etcd.watch(place.prefix, 1, silent_s=10):
+                    pass
+            async for _ in etcd.watch(place.prefix, 1, silent_s=10):
+                break  # it has logged in again
             lease = await etcd.grant(60)
             assert await etcd.keep_alive(lease) == 60
             await etcd.revoke(lease)

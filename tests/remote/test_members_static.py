@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from kvstore.errors import KVStoreError, NotPermitted, PeerUnreachable, RemoteProtocolError
 from kvstored.remote import greeting
-from kvstored.remote.greeting import Description, Hello, Pool, answer, calling
+from kvstored.remote.advertise import choose
+from kvstored.remote.dial_back import answer_check, check
+from kvstored.remote.greeting import Conversation, Description, Hello, Pool, answer, calling
 from kvstored.remote.members import PROTOCOL, Address, Member, Members
 from kvstored.remote.static_members import StaticMembers
 from tests.core.scale import examples
@@ -46,6 +48,9 @@ class Daemon:
         while self._meeting:
             await asyncio.wait(self._meeting)
 
+    async def talk(self, conversation: Conversation) -> None:
+        await conversation.reader.read()
+
     async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -55,7 +60,7 @@ class Daemon:
             conversation = await answer(reader, writer, self.own, self.pool)
             self.met.append(conversation.other)
             with contextlib.suppress(OSError):
-                await reader.read()
+                await self.talk(conversation)
         except KVStoreError as exc:
             self.failures.append(exc)
         finally:
@@ -186,6 +191,70 @@ def test_a_greeting_that_never_ends_is_cut_off_at_its_limit() -> None:
             assert b"over 4096" in await reader.read()
             writer.close()
         assert isinstance(called.failures[0], RemoteProtocolError)
+
+    asyncio.run(main())
+
+
+# ---- connecting back
+
+
+class Checking(Daemon):
+    """A daemon that connects back when it is asked to."""
+
+    async def talk(self, conversation: Conversation) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await answer_check(conversation, self.own, self.pool)
+
+
+async def check_back(own: Member) -> None:
+    called = Checking(member("b", free_port(), b"2"))
+    choice = choose(own.address.host, own.address.port, [], None)
+    async with called.listening(), calling(called.own.address, own, POOL) as conversation:
+        await check(conversation, choice)
+
+
+def test_a_daemon_that_is_reached_where_it_says_may_join() -> None:
+    async def main() -> None:
+        own = Daemon(member("a", free_port()))
+        async with own.listening():
+            await check_back(own.own)
+        assert own.met[0].name == "b"
+
+    asyncio.run(main())
+
+
+def test_n01_a_daemon_that_nobody_reaches_where_it_says_is_told_so_and_what_to_set() -> None:
+    async def main() -> None:
+        own = Member("a", Address("127.0.0.9", free_port()), b"1", 64 << 30)
+        with pytest.raises(PeerUnreachable, match="set `advertise`") as caught:
+            await check_back(own)
+        assert str(own.address) in str(caught.value)
+
+    asyncio.run(main())
+
+
+def test_another_daemon_at_the_address_that_one_advertises_is_noticed() -> None:
+    async def main() -> None:
+        other = Daemon(member("c", free_port(), b"3"))
+        async with other.listening():
+            with pytest.raises(PeerUnreachable, match="another daemon, c, answers there"):
+                await check_back(member("a", other.own.address.port))
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_makes_no_sense_is_an_error() -> None:
+    class Babbling(Daemon):
+        async def talk(self, conversation: Conversation) -> None:
+            greeting.send(conversation.writer, Description("a", "h", 1, b"1", 1, *PROTOCOL))
+            await super().talk(conversation)
+
+    async def main() -> None:
+        called = Babbling(member("b", free_port()))
+        choice = choose("127.0.0.1", 1, [], None)
+        async with called.listening(), calling(called.own.address, member("a", 1), POOL) as conversation:
+            with pytest.raises(RemoteProtocolError, match="DialedBack"):
+                await check(conversation, choice)
 
     asyncio.run(main())
 

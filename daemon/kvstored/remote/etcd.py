@@ -154,6 +154,8 @@ class Etcd:
         UnavailableError
             No endpoint began the watch by the deadline, or the connection was lost.
         """
+        if self.place.user and self._token is None:
+            await self._log_in()
         create = {"key": _coded(prefix), "range_end": _coded(_behind(prefix)), "start_revision": str(revision)}
         async with contextlib.aclosing(self._stream("watch", {"create_request": create}, silent_s)) as answers:
             async for answer in answers:
@@ -161,7 +163,10 @@ class Etcd:
                 if int(result.get("compact_revision", 0)):
                     raise Compacted(f"etcd keeps changes from revision {result['compact_revision']} on, not {revision}")
                 if result.get("canceled"):
-                    raise UnavailableError(f"etcd has cancelled the watch: {_words(result.get('cancel_reason'))}")
+                    why = _words(result.get("cancel_reason"))
+                    if "auth token" in why:
+                        self._token = None  # whoever asks next logs in
+                    raise UnavailableError(f"etcd has cancelled the watch: {why}")
                 yield [_change(event) for event in result.get("events", [])]
 
     async def _stream(
@@ -256,6 +261,7 @@ class Etcd:
         code = int(told.get("code", told.get("grpc_code", 0)))
         words = _words(told.get("message", error or f"status {status}"))
         if code == _UNAUTHENTICATED and self._token is not None and verb != "auth/authenticate":
+            self._token = None  # whoever asks next logs in
             raise _TokenEnded(words)
         if code in (_UNAUTHENTICATED, _PERMISSION_DENIED) or "user name is empty" in words:
             raise NotPermitted(

@@ -167,7 +167,7 @@ async def answer(
             try:
                 return await _answer(reader, writer, own, pool)
             except KVStoreError as exc:
-                _send(writer, Refusal(exc.code, str(exc)[:1000]))
+                send(writer, Refusal(exc.code, str(exc)[:1000]))
                 raise
     except TimeoutError as exc:
         raise PeerUnreachable(f"who has connected did not greet in {deadline_s:g} s") from exc
@@ -175,14 +175,29 @@ async def answer(
         raise PeerUnreachable(f"who has connected is gone: {exc}") from exc
 
 
+async def receive_frame(reader: asyncio.StreamReader) -> bytes:
+    """Return the bytes of the next message, GREETING_BYTES_MAX at most."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > GREETING_BYTES_MAX:
+        raise RemoteProtocolError(f"a greeting of {length} bytes is over {GREETING_BYTES_MAX}: is a daemon there?")
+    return await reader.readexactly(length)
+
+
+def send(writer: asyncio.StreamWriter, message: msgspec.Struct) -> bytes:
+    """Send a message and return its bytes."""
+    raw = msgspec.msgpack.encode(message)
+    writer.write(_LENGTH.pack(len(raw)) + raw)
+    return raw
+
+
 async def _call(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, own: Member, pool: Pool
 ) -> Conversation:
-    hello = _send(writer, Hello(pool.name, _described(own), secrets.token_bytes(_NONCE_BYTES)))
+    hello = send(writer, Hello(pool.name, _described(own), secrets.token_bytes(_NONCE_BYTES)))
     challenge, raw = await _receive(reader, Challenge)
     if not PROTOCOL[0] <= challenge.version <= PROTOCOL[1]:
         raise RemoteProtocolError(f"version {challenge.version} of the peers' protocol was not on offer")
-    _send(writer, Proof(pool.mac(b"caller", hello, raw)))
+    send(writer, Proof(pool.mac(b"caller", hello, raw)))
     ready, _ = await _receive(reader, Ready)
     if not hmac.compare_digest(ready.mac, pool.mac(b"called", hello, raw)):
         raise NotPermitted(f"{challenge.called.name} does not know this pool's token: give all members the same one")
@@ -201,20 +216,17 @@ async def _answer(
             f"{hello.caller.name} speaks the peers' protocol {hello.caller.protocol_min} to "
             f"{hello.caller.protocol_max}, this daemon {PROTOCOL[0]} to {PROTOCOL[1]}: upgrade the older one"
         )
-    challenge = _send(writer, Challenge(version, _described(own), secrets.token_bytes(_NONCE_BYTES)))
+    challenge = send(writer, Challenge(version, _described(own), secrets.token_bytes(_NONCE_BYTES)))
     proof, _ = await _receive(reader, Proof)
     if not hmac.compare_digest(proof.mac, pool.mac(b"caller", raw, challenge)):
         raise NotPermitted("the token is not this pool's: give all members the same one")
-    _send(writer, Ready(pool.mac(b"called", raw, challenge)))
+    send(writer, Ready(pool.mac(b"called", raw, challenge)))
     return Conversation(reader, writer, _member(hello.caller), version)
 
 
 async def _receive(reader: asyncio.StreamReader, kind: type[_T]) -> tuple[_T, bytes]:
     """Return the next message, which must be of a kind, and its bytes; a refusal is raised."""
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if length > GREETING_BYTES_MAX:
-        raise RemoteProtocolError(f"a greeting of {length} bytes is over {GREETING_BYTES_MAX}: is a daemon there?")
-    raw = await reader.readexactly(length)
+    raw = await receive_frame(reader)
     try:
         message = _DECODER.decode(raw)
     except (msgspec.DecodeError, msgspec.ValidationError) as exc:
@@ -224,13 +236,6 @@ async def _receive(reader: asyncio.StreamReader, kind: type[_T]) -> tuple[_T, by
     if not isinstance(message, kind):
         raise RemoteProtocolError(f"{type(message).__name__} came where {kind.__name__} is due")
     return message, raw
-
-
-def _send(writer: asyncio.StreamWriter, message: msgspec.Struct) -> bytes:
-    """Send a message and return its bytes."""
-    raw = msgspec.msgpack.encode(message)
-    writer.write(_LENGTH.pack(len(raw)) + raw)
-    return raw
 
 
 def _described(member: Member) -> Description:
