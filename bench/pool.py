@@ -86,9 +86,7 @@ def run(
             shown = {"trace": name, "nodes": count, "node_blocks": room}
             yield {**shown, **_row(pool, len(requests)), "change": ""}
             if sharing.name != "alone" and count <= _DEATHS_NODES_MAX:
-                deaths: list[Death] = []
-                pool, after = _simulate(requests, hashes, sharing, fixed, lambda pool, to=deaths: to.append(die(pool)))
-                (death,) = deaths
+                pool, after, death = _simulate_death(requests, hashes, sharing, fixed)
                 yield {
                     **shown, **_row(pool, len(requests)), "change": "dies", "moved": round(death.moved, 4),
                     "announced_again": death.announced, "hits_lost": round(_hit_rate(later) - _hit_rate(after), 4),
@@ -127,10 +125,23 @@ def _simulate(
     fixed: _Fixed,
     at_half: Callable[[Pool], None] = lambda pool: None,
 ) -> tuple[Pool, Totals]:
+    nodes, capacity, eviction, seed = fixed
     return simulate(
-        requests, hashes, sharing, nodes=fixed.nodes, capacity=fixed.capacity, eviction=fixed.eviction,
-        seed=fixed.seed, at_half=at_half,
-    )  # fmt: skip
+        requests, hashes, sharing, nodes=nodes, capacity=capacity, eviction=eviction, seed=seed, at_half=at_half
+    )
+
+
+def _simulate_death(
+    requests: Sequence[Request], hashes: Sequence[bytes], sharing: Sharing, fixed: _Fixed
+) -> tuple[Pool, Totals, Death]:
+    deaths: list[Death] = []
+
+    def end_one(pool: Pool) -> None:
+        deaths.append(die(pool))
+
+    pool, later = _simulate(requests, hashes, sharing, fixed, end_one)
+    (death,) = deaths
+    return pool, later, death
 
 
 def _row(pool: Pool, requests: int) -> dict[str, Any]:

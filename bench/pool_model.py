@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bench.policy import Request
-from kvstore.announcing import Announcements, AnnouncingLimits, Held
+from kvstore.announcing import Announcements, AnnouncingLimits, Batch, Held
 from kvstore.locations import Locations, in_turn
 from kvstore.placement import Placement
 from kvstore.policy import POLICIES
@@ -248,12 +248,11 @@ class Pool:
         held = _HeldBy(node, self)
         boots = {name: other.boot for name, other in self.nodes.items()}
         plan.place(before, dict.fromkeys(before.weights, b"1"))
-        while not plan.is_settled:  # they know it already
-            plan.take(0.0, held)
+        for _ in _all_batches(plan, held):
+            pass  # they know it already
         plan.place(self.placement, boots)
-        while not plan.is_settled:
-            for batch in plan.take(0.0, held):
-                self._tell(node, batch.member, batch.hashes, bytes(batch.tiers))
+        for batch in _all_batches(plan, held):
+            self._tell(node, batch.member, batch.hashes, bytes(batch.tiers))
 
 
 class _HeldBy:
@@ -265,6 +264,11 @@ class _HeldBy:
     def portion(self, cursor: int, count: int) -> tuple[Sequence[Held], int]:
         behind = cursor + count
         return self._held[cursor:behind], behind if behind < len(self._held) else 0
+
+
+def _all_batches(plan: Announcements, held: _HeldBy) -> Iterator[Batch]:
+    while not plan.is_settled:
+        yield from plan.take(0.0, held)
 
 
 def hash_blocks(requests: Sequence[Request]) -> list[bytes]:
