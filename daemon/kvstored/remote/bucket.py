@@ -44,6 +44,7 @@ class Bucket:
 
     def __init__(self, url: str) -> None:
         self.place = place_of(url)
+        self.answers = 0
         try:
             self._store = _open(url)
         except (obstore.exceptions.BaseError, ValueError, OSError) as exc:
@@ -84,7 +85,9 @@ class Bucket:
     def _mapped(self) -> Generator[None, None, None]:
         try:
             yield
+            self.answers += 1
         except FileNotFoundError as exc:
+            self.answers += 1
             raise Gone(f"{self.place}: an object is gone") from exc
         except (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError) as exc:
             raise TierUnavailable(

@@ -32,6 +32,12 @@ class Backend(Protocol):
     """One kind of store. Calls raise KVStoreErrors, and when they end nothing of the caller's memory is in use."""
 
     batch_bytes: int
+    asks_to_find: bool  # whether `find` asks the store, or knows
+
+    @property
+    def answers(self) -> int:
+        """How often the store has answered."""
+        ...
 
     async def run(self, health: Health) -> None: ...
 
@@ -60,7 +66,7 @@ class Guarded:
 
     def __init__(self, backend: Backend, place: str, clock: Clock) -> None:
         self.place = place
-        self.health = Health(place, clock)
+        self.health = Health(place, clock, lambda: backend.answers)
         self.backend = backend
         self._doomed: dict[RemoteScope, set[bytes]] = {}  # deleted, and the store does not know
 
@@ -74,6 +80,8 @@ class Guarded:
     async def find(self, scope: RemoteScope, hashes: Sequence[bytes], within_s: float) -> list[bool]:
         asked = self._not_doomed(scope, hashes)
         found: list[bool] | None = None
+        if self.health.is_degraded and not self.backend.asks_to_find:
+            asked = ()  # what is known to be there could not be read
         if asked:
             found, _ = await self._call(within_s, lambda: self.backend.find(scope, [hashes[at] for at in asked]))
         there = {at for at, is_there in zip(asked, found or (), strict=bool(found)) if is_there}

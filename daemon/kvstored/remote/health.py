@@ -8,13 +8,14 @@ not come within their milliseconds is a failure only if it happens several times
 Invariants
 1. While it is degraded at most one call is in flight.
 2. A call that is turned away costs nothing and counts as no failure.
+3. Only an answer of the store ends it: a call that could do without asking says nothing about it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from kvstore.clock import Clock
 from kvstore.errors import Backpressure, DeadlineExceeded, KVStoreError, TierUnavailable
@@ -29,9 +30,13 @@ HASTY_TIMEOUTS_MAX = 5
 
 
 class Health:
-    """One store's. `why` is the text of the last failure, empty while all is well."""
+    """One store's. `why` is the text of the last failure, empty while all is well.
 
-    def __init__(self, place: str, clock: Clock) -> None:
+    `answers` counts the store's answers; without it each call that ends well is taken for one.
+    """
+
+    def __init__(self, place: str, clock: Clock, answers: Callable[[], int] | None = None) -> None:
+        self._answers = answers
         self.why = ""
         self.errors = 0
         self.timeouts = 0
@@ -57,6 +62,7 @@ class Health:
         if probing and (self._probing or self._clock.monotonic_s() < self._closed_until_s):
             raise TierUnavailable(f"{self._place} does not answer ({self.why}); it is asked again soon")
         self._probing = self._probing or probing
+        before = self._answers() if self._answers else -1
         try:
             yield
         except Backpressure as exc:
@@ -74,7 +80,8 @@ class Health:
             self._failed(exc)
             raise
         else:
-            self._succeeded()
+            if self._answers is None or self._answers() != before:
+                self._succeeded()
         finally:
             if probing:
                 self._probing = False

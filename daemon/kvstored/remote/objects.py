@@ -75,6 +75,7 @@ class ObjectsBackend:
     """See the module's docstring."""
 
     batch_bytes = 32 << 20
+    asks_to_find = False
 
     def __init__(
         self, bucket: Bucket, writer: str, capacity_bytes: int, clock: Clock, *, refresh_s: float = REFRESH_S
@@ -99,6 +100,10 @@ class ObjectsBackend:
         self._making_room = asyncio.Lock()
         self._requests = asyncio.Semaphore(REQUESTS_MAX)
         self._counts: Counter[str] = Counter()
+
+    @property
+    def answers(self) -> int:
+        return self._bucket.answers
 
     # ---- calls
 

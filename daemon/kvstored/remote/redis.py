@@ -61,6 +61,7 @@ class RedisBackend:
     """See the module's docstring."""
 
     batch_bytes = 8 << 20
+    asks_to_find = True
 
     def __init__(
         self,
@@ -86,6 +87,10 @@ class RedisBackend:
         self._blocks = 0
         self._ready = False
         self._counts: Counter[str] = Counter()
+
+    @property
+    def answers(self) -> int:
+        return self._client.answers
 
     # ---- calls
 
@@ -220,8 +225,15 @@ class RedisBackend:
     async def _epoch(self, scope: RemoteScope) -> int:
         key = scope_id(scope)
         (raw,) = await self._client.run([("GET", self._epoch_key(key))])
-        self._epochs[key] = epoch = _number(raw)
-        return epoch
+        return await self._note_epoch(key, raw)
+
+    async def _note_epoch(self, key: bytes, raw: object) -> int:
+        """Return a scope's epoch, from what the server told of it; never less than it was before."""
+        told, known = _told_epoch(raw), self._epochs.get(key, 0)
+        if told < known:  # the server has lost it, by its eviction policy or a restart
+            await self._client.run([("SET", self._epoch_key(key), known)])
+        self._epochs[key] = max(told, known)
+        return self._epochs[key]
 
     async def _ask(
         self, scope: RemoteScope, commands: Callable[[Callable[[bytes], str]], list[Command]]
@@ -234,8 +246,7 @@ class RedisBackend:
             epoch = self._epochs.get(key, 0)
             wanted = commands(partial(self._key, scope, epoch))
             raw, *answers = await self._client.run([("GET", self._epoch_key(key)), *wanted])
-            self._epochs[key] = _number(raw)
-            if self._epochs[key] == epoch:
+            if await self._note_epoch(key, raw) == epoch:
                 return answers, epoch
 
     def _records(self, scope: RemoteScope, epoch: int, writes: Sequence[RemoteWrite]) -> list[bytearray]:
@@ -341,7 +352,10 @@ class RedisBackend:
     async def _epochs_of(self, keys: Sequence[bytes]) -> dict[bytes, int]:
         scopes = list({_scope_of(key) for key in keys})
         answers = await self._bounded([("GET", f"{self._prefix}:epoch:{scope.decode()}") for scope in scopes])
-        return {scope: _number(raw) for scope, raw in zip(scopes, answers, strict=True)}
+        return {
+            scope: max(_told_epoch(raw), self._epochs.get(bytes.fromhex(scope.decode()), 0))
+            for scope, raw in zip(scopes, answers, strict=True)
+        }
 
     async def _take_oldest(self, ages: Counter[int], excess_bytes: int) -> int:
         """Unlink the oldest records until `excess_bytes` are free; return how many bytes that were."""
@@ -387,6 +401,15 @@ def _written(answer: object) -> Outcome:
 
 def _number(raw: object) -> int:
     return int(raw) if isinstance(raw, bytes | int) else 0
+
+
+def _told_epoch(raw: object) -> int:
+    """Return the epoch that the server told; what is none must not pass for the first, whose blocks may be dropped."""
+    if raw is None:
+        return 0
+    if isinstance(raw, bytes) and raw.isdigit():
+        return int(raw)
+    raise TierUnavailable(f"the server does not tell a namespace's epoch: {raw!r}")
 
 
 def _scope_of(key: bytes) -> bytes:

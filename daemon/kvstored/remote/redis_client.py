@@ -91,6 +91,7 @@ class RedisClient:
 
     def __init__(self, place: RedisPlace) -> None:
         self._place = place
+        self.answers = 0
         self._client: redis.asyncio.Redis | RedisCluster | None = None
         self._calls = asyncio.Semaphore(CALLS_MAX)
         self._connecting = asyncio.Lock()
@@ -110,6 +111,7 @@ class RedisClient:
             for answer in answers:
                 if isinstance(answer, Exception) and not _is_about_the_command(answer):
                     raise answer
+            self.answers += 1
             return answers
 
     async def scan(self, pattern: str, at_once: int) -> AsyncGenerator[list[bytes], None]:
