@@ -69,6 +69,11 @@ class Siblings:
             found = self._spaces[encoded] = (Space.of(namespace, None), namespace)
         return found
 
+    def met(self) -> list[Space]:
+        """Return the slices met so far, but for the own one."""
+        own = self.own.encode()
+        return [space for encoded, (space, _) in list(self._spaces.items()) if encoded != own]
+
     def plan_from(self, holders: tuple[bytes, ...]) -> Plan | None:
         """Return how to make a block of the own slice from blocks of `holders`."""
         if holders in self._plans:

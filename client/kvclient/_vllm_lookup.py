@@ -48,8 +48,10 @@ class Ranks:
     """The namespaces of an engine's ranks, the first rank's first."""
 
     def __init__(self, namespaces: Sequence[Namespace], ttl_s: float | None) -> None:
-        self.space = Space.of(namespaces[0], ttl_s)
-        self.siblings = [Siblings(namespace) for namespace in dict.fromkeys(namespaces)]
+        different = list(dict.fromkeys(namespaces))
+        self.block_tokens = different[0].block_tokens
+        self.spaces = [Space.of(namespace, ttl_s) for namespace in different]
+        self.siblings = [Siblings(namespace) for namespace in different]
 
 
 class RankLookup(Operation[Found]):
@@ -64,7 +66,7 @@ class RankLookup(Operation[Found]):
         self._tiers = b""
 
     def steps(self, session: Session, deadline_at: float) -> Steps:
-        number = yield from opened(session, self._ranks.space)
+        number = yield from opened(session, self._ranks.spaces[0])
         size = session.welcome.keys_max
         for start in range(0, len(self._hashes), size):
             window = list(self._hashes[start : start + size])
@@ -161,11 +163,15 @@ class Asker:
             return Found(0, failure=failure if isinstance(failure, KVStoreError) else KVStoreError(str(failure)))
         return future.result()
 
-    def next_step(self, *, is_idle: bool) -> None:
-        """Note that a step of the scheduler has ended: the next one may wait again."""
+    def next_step(self, others: Sequence[Future[Any]] = (), *, is_idle: bool) -> None:
+        """Note that a step of the scheduler has ended: the next one may wait again.
+
+        `others` are waited for in an idle step, too.
+        """
         self._patience_s = PATIENCE_S
-        if is_idle and self._asked:
-            wait([asked.future for asked in self._asked.values()], timeout=IDLE_S, return_when=FIRST_COMPLETED)
+        if is_idle and (self._asked or others):
+            asked = [asked.future for asked in self._asked.values()]
+            wait([*asked, *others], timeout=IDLE_S, return_when=FIRST_COMPLETED)
 
     def forget(self, request_id: str) -> None:
         """Forget what was asked about a request."""

@@ -263,9 +263,12 @@ class Plan:
         if transfer is not None:
             tracked.saved_at = self._number
             plan.saves.append(transfer)
-            request = tracked.request
-            if self._settles_always or request.max_tokens <= 1:
-                plan.settles |= tracked.end >= request.num_prompt_tokens
+            if self._is_for_others(tracked.request):
+                plan.settles |= tracked.end >= tracked.request.num_prompt_tokens
+
+    def _is_for_others(self, request: Request) -> bool:
+        """Return whether somebody else goes on with a prompt."""
+        return self._settles_always or request.max_tokens <= 1
 
     def _completed(self, tracked: _Tracked) -> Transfer | None:
         """Return the save of the blocks that are complete and not yet saved, and note that it is planned."""
@@ -310,6 +313,23 @@ class Plan:
             return False
         self._sending.append(request_id)
         return True
+
+    def given_up(self, request_id: str) -> tuple[Variant, list[bytes]] | None:
+        """Return the blocks that a request, aborted now, leaves unsaved and somebody may wait for, if there are any.
+
+        To be asked before `finished`. Blocks that another request is about to save are left out.
+        """
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not (self._saves and tracked.shares and self._is_for_others(tracked.request)):
+            return None
+        own = tracked.request.block_hashes[: tracked.request.num_prompt_tokens // self._block_tokens]
+        start = tracked.saved
+        for other in self._tracked.values():
+            if other is not tracked and other.shares and other.variant == tracked.variant:
+                theirs = other.request.block_hashes
+                while start < min(len(own), len(theirs)) and own[start] == theirs[start]:
+                    start += 1  # hashes are chained: what two prompts share is their head
+        return (tracked.variant, own[start:]) if start < len(own) else None
 
     def reset(self) -> None:
         """Save nothing more of the requests that have pages, and ask anew about those that have none.

@@ -4,25 +4,30 @@ Invariants
 1. The store is asked at most once for an admission of a request, and never about an empty prefix.
 2. A request waits for an answer (what the ranks' namespaces are, what an adapter holds, what the store has) no longer
    than its budget; then it is a miss.
-3. After `reset` no block that was stored before is found by this engine, and none that it computes is found as one of
+3. A request that is told to waits for its prefill before the store is asked about it (see `_vllm_waiting`).
+4. After `reset` no block that was stored before is found by this engine, and none that it computes is found as one of
    those.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from kvclient._operations import Abort
 from kvclient._vllm_identity import Adapters
 from kvclient._vllm_lookup import Asker, Ranks
 from kvclient._vllm_plan import Plan, Request, Scheduled, StepPlan, Variant
 from kvclient._vllm_settings import Settings
 from kvclient._vllm_stats import LOGGER, Counters
+from kvclient._vllm_waiting import Waits, wait_s_of
 from kvclient._vllm_worker import namespace_of
+from kvclient.aio import AsyncClient
 from kvclient.client import Client
 from kvstore.block import Namespace
 
@@ -51,6 +56,8 @@ class EngineRequest(Request, Protocol):
     def lora_request(self) -> Adapter | None: ...
     @property
     def skip_reading_prefix_cache(self) -> bool | None: ...
+    @property
+    def kv_transfer_params(self) -> Mapping[str, object] | None: ...
 
 
 class Scheduler:
@@ -69,6 +76,7 @@ class Scheduler:
     def __init__(
         self, client: Client, settings: Settings, counters: Counters, plan: Plan, *, rank_count: int
     ) -> None:
+        self._client = client
         self._settings = settings
         self._counters = counters
         self._plan = plan
@@ -76,6 +84,7 @@ class Scheduler:
         self._threads = ThreadPoolExecutor(1, "kvstored-lookup")
         self._readers = ThreadPoolExecutor(1, "kvstored-adapter")
         self._asker = Asker(client, self._threads, settings.lookup_budget_ms / 1e3, settings.load_timeout_ms)
+        self._waits = Waits(lambda: AsyncClient(client.socket, name=f"vllm-wait-{os.getpid()}"), counters)
         self._adapters = Adapters(self._readers)
         self._namespaces: dict[RankName, Namespace] = {}
         self._ranks: dict[Variant, Ranks] = {}
@@ -96,7 +105,7 @@ class Scheduler:
         variant = Variant(adapter or "", self._salt)
         hashes = self._plan.admit(request, variant, shares=adapter is not None)
         if hashes is not None and not request.skip_reading_prefix_cache:
-            if not self._is_introduced():
+            if not self._is_introduced() or self._is_waiting(request, variant, hashes, local_tokens):
                 return None
             found = self._ask(request_id, variant, hashes)
             if found is None:
@@ -118,7 +127,7 @@ class Scheduler:
 
     def step(self, scheduled: Sequence[Scheduled], preempted: Collection[str]) -> StepPlan:
         """Return what the step that was just scheduled loads and saves."""
-        self._asker.next_step(is_idle=not scheduled)
+        self._asker.next_step(self._waits.running, is_idle=not scheduled)
         return self._plan.step(scheduled, preempted)
 
     @property
@@ -143,7 +152,10 @@ class Scheduler:
 
     def finished(self, request_id: str, *, aborted: bool) -> bool:
         """Forget a request; return whether its pages are to be kept until a worker says that they are stored."""
+        if aborted:
+            self._tell_of_abort(request_id)
         self._asker.forget(request_id)
+        self._waits.forget(request_id)
         self._adapter_by.pop(request_id, None)
         self._tiers.pop(request_id, None)
         return self._plan.finished(request_id, aborted=aborted)
@@ -151,11 +163,13 @@ class Scheduler:
     def reset(self) -> None:
         """Part from everything stored so far: it may have been computed with other weights."""
         self._salt = secrets.token_bytes(16)
+        self._waits.end_all()
         self._ranks.clear()
         self._plan.reset()
 
     def close(self) -> None:
         """End the threads."""
+        self._waits.close()
         self._threads.shutdown(cancel_futures=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
@@ -179,6 +193,26 @@ class Scheduler:
         if self._introduced_by is None:
             self._introduced_by = time.monotonic() + _INTRODUCTION_S
         return time.monotonic() >= self._introduced_by
+
+    def _is_waiting(
+        self, request: EngineRequest, variant: Variant, hashes: Sequence[bytes], local_tokens: int
+    ) -> bool:
+        """Return whether a request is to wait for the prefill that it was told of."""
+        wait_s = wait_s_of(request.kv_transfer_params, self._settings.longest_wait_s)
+        if not wait_s or self.wants_introduction or self._salt or request.num_tokens > request.num_prompt_tokens:
+            return False  # nobody stores what this engine could load, or it is not the prompt that is to be loaded
+        ranks = self._ranks_of(variant)
+        if local_tokens >= len(hashes) * ranks.block_tokens:
+            return False
+        return self._waits.is_waiting(request.request_id, wait_s, ranks, hashes)
+
+    def _tell_of_abort(self, request_id: str) -> None:
+        """Tell those who wait for the blocks of an aborted prompt that they will not come."""
+        given_up = self._plan.given_up(request_id)
+        if given_up is not None and not self.wants_introduction:
+            variant, hashes = given_up
+            for space in self._ranks_of(variant).spaces:
+                self._threads.submit(self._client.run, Abort(space, hashes), self._settings.lookup_budget_ms / 1e3)
 
     def _ask(self, request_id: str, variant: Variant, hashes: Sequence[bytes]) -> int | None:
         """Return how many leading blocks the store has; None while that is not known."""

@@ -51,6 +51,8 @@ class Settings:
     lookup_budget_ms, load_timeout_ms, store_timeout_ms : float
         How long an answer to "what is there?", a load, a store may take; what is not there by then is a miss, computed
         by the engine, or not stored.
+    wait_timeout_ms : float, optional
+        The most that a request waits for a prefill that it is told is under way; else as long as a load may take.
     """
 
     socket: str | None = None
@@ -62,6 +64,12 @@ class Settings:
     lookup_budget_ms: float = 50.0
     load_timeout_ms: float = 2_000.0
     store_timeout_ms: float = 5_000.0
+    wait_timeout_ms: float | None = None
+
+    @property
+    def longest_wait_s(self) -> float:
+        """The most that a request waits for its prefill."""
+        return (self.load_timeout_ms if self.wait_timeout_ms is None else self.wait_timeout_ms) / 1e3
 
 
 _NUMBERS = {
@@ -69,6 +77,7 @@ _NUMBERS = {
     "lookup_budget_ms": (0.1, 60_000.0),
     "load_timeout_ms": (1.0, 600_000.0),
     "store_timeout_ms": (1.0, 600_000.0),
+    "wait_timeout_ms": (1.0, 3_600_000.0),
 }
 _CHOICES: dict[str, type[Load] | type[Store]] = {"load": Load, "store": Store}
 KEYS = ("socket", "load", "store", "revision", "salt", *_NUMBERS)

@@ -11,12 +11,15 @@ Invariants
 2. A load that was begun is reported exactly once, its failed pages at that time at the latest.
 3. Only requests that the plan names are reported as sent, each once, when none of its saves is on its way.
 4. Pages on their way to the store are at most `QUEUE_SHARE` of all: what is over is not stored.
+5. Who waits for a block that was to be stored and was not is told that it will not come, as far as the daemon answers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -37,6 +40,8 @@ _LOADS_AT_ONCE = 2
 _VARIANTS_MAX = 256
 _IDLE_WAIT_S = 0.005
 _COMPLAINT_S = 60.0
+_ABORT_S = 0.25
+_GIVEN_UP_MAX = 256
 
 logger = logging.getLogger(LOGGER)
 
@@ -105,6 +110,7 @@ class Worker:
         self._sending: set[str] = set()
         self._failed: set[int] = set()
         self._complained_at = -_COMPLAINT_S
+        self._given_up: deque[tuple[Variant, list[bytes]]] = deque(maxlen=_GIVEN_UP_MAX)
 
     # ---- a step, in order
 
@@ -210,6 +216,9 @@ class Worker:
             pages = [page for transfer in transfers for page in transfer.pages]
             if queued and queued + len(pages) > self._queue_max:
                 self._counters.add(store_dropped_blocks=len(pages))
+                self._given_up.append((variant, hashes))
+                if len(self._given_up) == 1:
+                    self._storer.submit(self._tell_of_dropped)
                 continue
             queued += len(pages)
             source = self._pages.layerwise(pages) if self._settings.store is Store.LAYERWISE else None
@@ -244,6 +253,17 @@ class Worker:
         deadline_s = self._settings.store_timeout_ms / 1e3
         result = source.store(self._handle(batch.variant), batch.hashes, deadline_s)
         self._count(result, time.monotonic() - began_at)
+        if result.failed:
+            self._abort(batch.variant, [batch.hashes[at] for at in result.not_stored])
+
+    def _tell_of_dropped(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._abort(*self._given_up.popleft())
+
+    def _abort(self, variant: Variant, hashes: Sequence[bytes]) -> None:
+        """Tell those who wait for blocks that they will not come."""
+        self._handle(variant).abort(hashes, deadline_s=_ABORT_S)
 
     def _count(self, result: StoreResult, took_s: float) -> None:
         self._counters.add(

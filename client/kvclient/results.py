@@ -117,6 +117,11 @@ class StoreResult(_PerBlock):
         """How many blocks are not stored."""
         return len(self.raw) - self.stored - self.present
 
+    @property
+    def not_stored(self) -> list[int]:
+        """The positions of blocks that are not stored."""
+        return [position for position, outcome in enumerate(self.outcomes) if outcome not in (*_WRITTEN, *_THERE)]
+
 
 @dataclass(frozen=True)
 class Changed(_PerBlock):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import signal
 import tempfile
@@ -25,7 +26,10 @@ from kvclient._vllm_scheduler import Scheduler
 from kvclient._vllm_settings import Load, Settings, Store
 from kvclient._vllm_stats import Counters
 from kvclient._vllm_worker import Worker, namespace_of
+from kvclient.aio import AsyncClient
+from kvclient.results import Lookup
 from kvstore import wire
+from kvstore.wire import Outcome
 from tests.daemon_fixture import Daemon, eventually, running
 
 PAGES, TOKENS, HEADS, DIM, LAYERS = 32, 16, 4, 16, 3
@@ -245,6 +249,28 @@ def test_saves_that_do_not_keep_up_are_dropped_and_counted(daemon: Daemon) -> No
     close(p)
 
 
+def test_who_waits_for_blocks_that_do_not_keep_up_is_told_that_they_will_not_come(daemon: Daemon) -> None:
+    p, late = engine(daemon.socket), hashes("late", 4)
+    release = threading.Event()
+    p.worker._storer.submit(release.wait, 30)  # pyright: ignore[reportPrivateUsage]
+    p.step(saves=[transfer("first", "first", range(8))])
+
+    async def waited() -> Lookup:
+        async with AsyncClient(daemon.socket) as client:
+            handle = client.namespace(p.namespace)
+            await handle.lookup(late)
+            async with asyncio.TaskGroup() as group:
+                waiting = group.create_task(handle.wait(late, 60.0))
+                await asyncio.sleep(0)  # it is sent
+                assert await client.ping()  # and the daemon has it
+                p.step(saves=[transfer("late", "late", range(8, 12))])
+                release.set()
+            return waiting.result()
+
+    assert asyncio.run(waited()).outcomes == (Outcome.ABORTED,) * 4
+    close(p)
+
+
 def test_a_daemon_that_is_absent_or_stopped_costs_an_engine_nothing_and_is_found_again(short_dir: Path) -> None:
     with running(short_dir, ssd=None) as daemon:
         daemon.kill()
@@ -326,6 +352,7 @@ class Prompt:
     max_tokens: int = 16
     lora_request: None = None
     skip_reading_prefix_cache: bool | None = None
+    kv_transfer_params: None = None
 
     @property
     def num_tokens(self) -> int:

@@ -28,6 +28,7 @@ from tests.engines.vllm.node import ROUNDING, Baseline, Models, prompt
 COUNT = 1000
 HITS = (COUNT - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 ANSWERED = "vllm:request_success_total"
+PREFILLED = "vllm:prompt_tokens_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,10 @@ def deployment(models: Models, scratch: Path) -> Iterator[Deployment]:
 
 
 @contextlib.contextmanager
-def proxying(log: Path, daemon: Daemon, p: Server, d: Server) -> Generator[int, None, None]:
+def proxying(log: Path, daemon: Daemon, p: Server, d: Server, **more: str) -> Generator[int, None, None]:
     flags = {
         "listen": "127.0.0.1:0", "prefill": p.url, "decode": d.url, "store": str(daemon.socket), "store-timeout": "5s",
-        "tokenize-timeout": "30s", "hash-seed": vllm_environment.HASH_SEED,
+        "tokenize-timeout": "30s", "hash-seed": vllm_environment.HASH_SEED, **more,
     }  # fmt: skip
     with log.open("wb") as stderr:
         process = subprocess.Popen(
@@ -115,6 +116,29 @@ def test_tokens_and_logprobs_through_the_proxy_are_those_of_one_vllm(
 
     # An engine's first questions to the store may come before its connection stands: those are misses.
     eventually(is_handed_over, "D is given what P has computed")
+
+
+def test_with_d_as_the_entrance_d_waits_for_p_and_loads_what_it_has_computed(
+    deployment: Deployment, baseline: Baseline, scratch: Path
+) -> None:
+    numbers = itertools.count()
+    daemon, p, d = deployment.daemon, deployment.p, deployment.d
+    with proxying(scratch / "decode-first.log", daemon, p, d, entrance="decode") as port:
+
+        def is_waited_for() -> bool:
+            tokens = prompt(f"decode first {next(numbers)}", COUNT)
+            said = baseline(tokens)
+            names = ("vllm:kvstored_waits_total", "vllm:external_prefix_cache_hits_total", PREFILLED)
+            waits, hits, prefilled = d.metric(names[0]), d.metric(names[1]), p.metric(names[2])
+            body = {"model": MODEL, "prompt": tokens, "temperature": 0, "max_tokens": 16, "ignore_eos": True}
+            streamed = stream(port, "/v1/completions", body)
+            assert streamed.tokens == said.tokens
+            eventually(lambda: p.metric(PREFILLED) - prefilled == COUNT, "P has computed the prompt")
+            return bool(streamed.cached_tokens == d.metric(names[1]) - hits == HITS and d.metric(names[0]) - waits == 1)
+
+        eventually(is_waited_for, "D is given what P computes while D waits")
+        with contextlib.closing(Client(daemon.socket, strict=True)) as client:
+            assert client.admin(wire.Stats(0))["tiers"]["cpu"]["pinned_bytes"] == 0
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])

@@ -15,6 +15,7 @@ class Request:
     block_hashes: list[bytes]
     lora_request: LoRARequest | None
     skip_reading_prefix_cache: bool | None
+    kv_transfer_params: dict[str, object] | None
     status: RequestStatus
     @property
     def num_tokens(self) -> int: ...
