@@ -26,6 +26,8 @@ log = logging.getLogger("kvstored.remote")
 T = TypeVar("T")
 Note = Callable[[int, T], None]
 _DOOMED_MAX = 65_536
+RETRY_S = 1.0
+RECOVER_S = 10.0
 
 
 class Backend(Protocol):
@@ -40,6 +42,10 @@ class Backend(Protocol):
         ...
 
     async def run(self, health: Health) -> None: ...
+
+    async def recover(self) -> bool:
+        """Ask the store something small, and tell it of drops that it was not told; return whether it knows all."""
+        ...
 
     async def find(self, scope: RemoteScope, hashes: Sequence[bytes]) -> list[bool]: ...
 
@@ -75,7 +81,18 @@ class Guarded:
         return self.backend.batch_bytes
 
     async def run(self) -> None:
-        await self.backend.run(self.health)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.backend.run(self.health), name="remote-backend")
+            tasks.create_task(self._recover_forever(), name="remote-recovery")
+
+    async def _recover_forever(self) -> None:
+        """After a failure, find out when the store is back, even if nobody else asks for anything."""
+        while True:
+            await self.health.trouble.wait()
+            await asyncio.sleep(RETRY_S)
+            knows_all, _ = await self._call(RECOVER_S, self.backend.recover)
+            if knows_all and not self.health.is_degraded:
+                self.health.trouble.clear()
 
     async def find(self, scope: RemoteScope, hashes: Sequence[bytes], within_s: float) -> list[bool]:
         asked = self._not_doomed(scope, hashes)
@@ -114,6 +131,7 @@ class Guarded:
     def forget(self, scope: RemoteScope, hashes: Sequence[bytes] | None = None) -> None:
         if hashes is None:
             self.backend.forget(scope)
+            self.health.trouble.set()  # until it is told
             return
         self._doomed.setdefault(scope, set()).update(hashes)
         if sum(map(len, self._doomed.values())) > _DOOMED_MAX:

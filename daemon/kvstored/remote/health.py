@@ -13,6 +13,7 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Generator
@@ -38,6 +39,7 @@ class Health:
     def __init__(self, place: str, clock: Clock, answers: Callable[[], int] | None = None) -> None:
         self._answers = answers
         self.why = ""
+        self.trouble = asyncio.Event()  # set when it fails, for who looks after it
         self.errors = 0
         self.timeouts = 0
         self.throttled = 0
@@ -92,6 +94,7 @@ class Health:
             self._pause_s = PAUSE_S_MIN
             log.warning("the remote store is degraded", extra=fields(place=self._place, why=str(exc)))
         self.why = str(exc)
+        self.trouble.set()
         self._closed_until_s = self._clock.monotonic_s() + self._pause_s
         self._pause_s = min(self._pause_s * 2, PAUSE_S_MAX)
 

@@ -327,8 +327,6 @@ class ObjectsBackend:
                     await self._refresh()
                 pause_s = max(self._refresh_s, LISTING_SHARE * (self._clock.monotonic_s() - began_s))
                 # From here on it takes as long as it takes: others must not have to wait for its end.
-                for scope in list(self._untold):
-                    await self.drop(scope)
                 await self._read_tables()
                 await self._sweep_what_is_over()
             except (KVStoreError, TimeoutError):
@@ -336,6 +334,13 @@ class ObjectsBackend:
             except Exception:  # a bug here must not end the daemon
                 log.exception("a listing of the remote store met a bug")
             await asyncio.sleep(pause_s)
+
+    async def recover(self) -> bool:
+        for scope, epoch in (await self._epochs()).items():
+            self.index.set_epoch(scope, epoch)
+        for each in list(self._untold):
+            await self.drop(each)
+        return not self._untold
 
     async def _say_alive(self) -> None:
         if self._clock.monotonic_s() - self._alive_s >= ALIVE_S:

@@ -285,10 +285,7 @@ class RedisBackend:
             pause_s = min(self._sweep_s, _RETRY_S)
             try:
                 with health.call(SWEEP_CALL_S):  # a sweep takes long: others must not have to wait for its end
-                    (used,) = await self._bounded([("GET", f"{self._prefix}:used")])
-                self._used_bytes, self._ready = _number(used), True
-                for scope in list(self._untold):
-                    await self.drop(scope)
+                    await self.recover()
                 await self._sweep()
                 pause_s = self._sweep_s
             except (KVStoreError, TimeoutError):
@@ -299,6 +296,13 @@ class RedisBackend:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._full.wait()
+
+    async def recover(self) -> bool:
+        (used,) = await self._bounded([("GET", f"{self._prefix}:used")])
+        self._used_bytes, self._ready = _number(used), True
+        for scope in list(self._untold):
+            await self.drop(scope)
+        return not self._untold
 
     async def _sweep(self) -> None:
         """Count what is there, and take what is of older epochs and, above the high mark, the oldest."""
