@@ -349,6 +349,19 @@ def test_an_object_swapped_for_another_is_a_miss(directory: Place) -> None:
     run(scenario())
 
 
+def test_drops_leave_one_object_a_namespace(directory: Place) -> None:
+    async def scenario() -> None:
+        async with directory.opened() as opened:
+            for _ in range(3):
+                await opened.write([1])
+                await opened.store.drop(SCOPE, WITHIN_S)
+            assert await opened.outcomes([1]) == [Outcome.ABSENT]
+        epochs = Path(directory.url.removeprefix("file://")) / "epochs"
+        assert [path.name.rpartition(".")[2] for path in epochs.iterdir()] == ["00000003"]
+
+    run(scenario())
+
+
 def test_files_that_are_none_of_ours_are_left_alone(directory: Place) -> None:
     async def scenario() -> None:
         async with directory.opened() as opened:

@@ -242,6 +242,8 @@ class ObjectsBackend:
     async def _drop(self, key: bytes, epoch: int) -> None:
         await self._bucket.put(_epoch_name(key, epoch), b"dropped")
         self.index.set_epoch(key, epoch)
+        with contextlib.suppress(KVStoreError):  # it counts no more; one that stays harms nothing
+            await self._bucket.delete([_epoch_name(key, epoch - 1)])
 
     def usage(self, place: str) -> RemoteUsage:
         return RemoteUsage(
