@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kvstore.clock import Clock, kernel_boot_id
 from kvstore.errors import BadSetting, TierLocked, TierUnavailable
-from kvstore.tiers import disk_recency, disk_reconcile, disk_space
+from kvstore.tiers import disk_recency, disk_reconcile, disk_space, index_trial
 from kvstore.tiers.disk_records import NEVER_S, Columns, DiskNamespace
 from kvstore.tiers.disk_time import DirectoryTime
 from kvstore.tiers.index import Index
@@ -67,12 +67,16 @@ def open_directory(
     lock = _lock(directory)
     try:
         for name in ("index", "segments"):
-            (directory / name).mkdir(exist_ok=True)
+            _make_own(directory / name)
         chunk_bytes = segment_bytes or disk_space.chunk_bytes_for(capacity_bytes)
         files = SegmentFiles(directory / "segments", direct_io=direct_io)
-        index = Index(directory / "index", map_bytes=index_map_bytes, chunk_bytes=chunk_bytes)
+        index_trial.check(directory / "index")
+        map_bytes_max = capacity_bytes // 4
+        index = Index(
+            directory / "index", map_bytes=index_map_bytes, chunk_bytes=chunk_bytes, map_bytes_max=map_bytes_max
+        )
         try:
-            if index.chunk_bytes > 4 * chunk_bytes or index.map_bytes > capacity_bytes // 4:
+            if index.chunk_bytes > 4 * chunk_bytes or index.map_bytes > map_bytes_max:
                 index = _started_over(directory, index, index_map_bytes, chunk_bytes, capacity_bytes)
             return _open_locked(directory, lock, capacity_bytes, index, files, clock, boot_id or kernel_boot_id())
         except BaseException:
@@ -110,9 +114,16 @@ def _look(directory: Path, capacity_bytes: int) -> None:
         )  # fmt: skip
 
 
+def _make_own(path: Path) -> None:
+    """Make a directory of ours; what lies behind a link is somebody else's, on a disk whose room nobody looked at."""
+    if path.is_symlink():
+        raise TierUnavailable(f"{path} is a symbolic link: remove it, or name the directory it leads to as ssd-dir")
+    path.mkdir(exist_ok=True)
+
+
 def _lock(directory: Path) -> int:
     try:
-        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
     except OSError as exc:
         raise TierUnavailable(f"the ssd directory {directory} is not writable: {exc}") from exc
     try:
@@ -167,8 +178,7 @@ def _open_locked(
     if disk_reconcile.is_too_large(agreed, index, capacity_bytes):
         columns = disk_reconcile.trim(agreed, disk_recency.in_order(columns, recency), index, capacity_bytes)
     disk_reconcile.apply(agreed, index, files, time.anchor())
-    for leftover in directory.glob("*.tmp"):
-        leftover.unlink()
+    disk_recency.remove_leftover(directory)
 
     chunks_min = max((segment + shape.span for segment, shape in agreed.shapes.items()), default=0)
     space = disk_space.Space(capacity_bytes, index.chunk_bytes, map_bytes=index.map_bytes, chunks_min=chunks_min)

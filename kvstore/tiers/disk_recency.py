@@ -7,6 +7,7 @@ that hold another block by now, or none, are harmless: the index alone says what
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import sys
 from array import array
@@ -17,6 +18,7 @@ import xxhash
 from kvstore.tiers.disk_records import Columns
 
 NAME = "recency"
+_TEMPORARY = "recency.tmp"
 BYTES_PER_BLOCK = 16  # the file and, for a moment, its successor beside it
 _HEAD = struct.Struct("<8sQQ")  # magic, count, xxh3-64 of the addresses
 _MAGIC = b"KVrecen1"
@@ -26,8 +28,9 @@ assert sys.byteorder == "little", "files of the ssd tier are little-endian and r
 def write(directory: Path, addresses_coldest_first: array[int]) -> None:
     """Replace the file, so that a crash at any moment leaves the old one or the new one."""
     content = memoryview(addresses_coldest_first).cast("B")
-    temporary = directory / f"{NAME}.tmp"
-    with temporary.open("wb") as file:
+    remove_leftover(directory)
+    temporary = directory / _TEMPORARY
+    with temporary.open("xb") as file:
         file.write(_HEAD.pack(_MAGIC, len(addresses_coldest_first), xxhash.xxh3_64_intdigest(content)))
         file.write(content)
         file.flush()
@@ -36,13 +39,22 @@ def write(directory: Path, addresses_coldest_first: array[int]) -> None:
     sync_directory(directory)
 
 
+def remove_leftover(directory: Path) -> None:
+    """Remove what a write that was cut short has left; other files in the directory are nobody's business."""
+    (directory / _TEMPORARY).unlink(missing_ok=True)
+
+
 def read(directory: Path) -> array[int]:
     """Return the addresses of the last checkpoint, coldest first; none if there is no valid file."""
     addresses = array("Q")
     try:
-        raw = (directory / NAME).read_bytes()
+        fd = os.open(directory / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return addresses
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return addresses
+        raw = file.read()
     if len(raw) < _HEAD.size:
         return addresses
     magic, count, check = _HEAD.unpack_from(raw)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 import struct
 from array import array
 from bisect import bisect_left
@@ -128,6 +129,8 @@ class Index:
         Holds data.mdb and lock.mdb; made if it does not exist.
     map_bytes : int
         Size of the map when it is new; an existing one is never made smaller.
+    map_bytes_max : int, optional
+        An existing map beyond this is only looked at: what its file lacks on disk is not allocated.
     chunk_bytes : int
         Written when it is new; `self.chunk_bytes` is what addresses of this directory are made with.
 
@@ -139,17 +142,20 @@ class Index:
         It can't be opened.
     """
 
-    def __init__(self, directory: Path, *, map_bytes: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, *, map_bytes: int, chunk_bytes: int, map_bytes_max: int | None = None
+    ) -> None:
         self._path = directory
-        data = directory / "data.mdb"
-        existing = data.stat().st_size if data.exists() else 0
+        existing = _own_file_bytes(directory / "data.mdb")
+        _own_file_bytes(directory / "lock.mdb")
         self.map_bytes = max(map_bytes, existing, MAP_BYTES_MIN)
         with _mapped_errors(self._path):
             self._open_environment()
             try:
                 with self._env.begin(write=True) as txn:
                     self._open_meta(txn, chunk_bytes)
-                self._allocate(self.map_bytes)
+                if map_bytes_max is None or self.map_bytes <= max(map_bytes_max, map_bytes):
+                    self._allocate(self.map_bytes)
             except BaseException:
                 self._env.close()
                 raise
@@ -389,6 +395,17 @@ def _unpack(layout: struct.Struct, raw: bytes) -> tuple[Any, ...]:
     if len(raw) != layout.size:
         raise BadRecord(f"the ssd index holds {len(raw)} bytes where {layout.size} belong: {_START_EMPTY}")
     return layout.unpack(raw)
+
+
+def _own_file_bytes(path: Path) -> int:
+    """Return the size of a file that LMDB would write to, 0 if there is none; what it leads elsewhere is refused."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return 0
+    if not stat.S_ISREG(found.st_mode):
+        raise BadRecord(f"{path} is no regular file: {_START_EMPTY}")
+    return found.st_size
 
 
 @contextmanager

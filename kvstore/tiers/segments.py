@@ -71,7 +71,7 @@ class SegmentFiles:
             raise TierUnavailable(
                 f"{directory} gives no direct I/O: {self.io_mode}; choose another file system or --direct-io auto"
             )
-        self._flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
+        self._flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if self.direct else 0)
 
     def path(self, segment: int) -> Path:
         return self.directory / f"{segment:08d}.seg"
@@ -174,7 +174,8 @@ class SegmentFiles:
         path = self.directory / "probe.tmp"
         sector = memoryview(mmap.mmap(-1, SECTOR_BYTES))
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+            path.unlink(missing_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             return False, f"buffered (the file system refuses O_DIRECT: {exc.strerror})"
         try:
