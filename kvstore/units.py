@@ -16,6 +16,7 @@ from decimal import Decimal
 from kvstore.errors import BadSetting
 
 SIZE_BYTES_MAX = (1 << 63) - 1
+_DIGITS_MAX = 20  # of a whole number; Python itself refuses to read thousands
 DURATION_S_MAX = 1e9
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
@@ -68,7 +69,7 @@ def parse_duration(text: str | float) -> float:
         The text is no duration, is negative, or is over 1e9 seconds.
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
-        return _checked_duration(float(text), text)
+        return _checked_duration(text, text)
     stripped = str(text).strip()
     if re.fullmatch(_NUMBER, stripped):
         return _checked_duration(float(stripped), text)
@@ -84,6 +85,12 @@ def parse_duration(text: str | float) -> float:
             "such as 2h, 1h30m, 45s or 250ms"
         )
     return _checked_duration(float(total), text)
+
+
+def parse_whole(text: str) -> int | None:
+    """Return the whole number that `text` writes in digits, None if it writes none or one beyond all limits here."""
+    digits = text.strip()
+    return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= _DIGITS_MAX else None
 
 
 def format_size(size_bytes: float) -> str:
@@ -137,4 +144,4 @@ def _checked_size(size_bytes: int, given: str | int) -> int:
 def _checked_duration(seconds: float, given: str | float) -> float:
     if not 0 <= seconds <= DURATION_S_MAX:
         raise BadSetting(f"duration {given!r} is outside 0 .. {DURATION_S_MAX:.0f} seconds")
-    return seconds
+    return float(seconds)

@@ -4,7 +4,7 @@ Invariants
 1. Whatever goes wrong ends in one clear text on standard error and a status: 0 done, 1 failed, 2 wrong settings,
    3 something needed does not answer. A traceback is for our own bugs only.
 2. The first SIGTERM or SIGINT starts one orderly drain with one deadline; the second ends the process at once.
-   What is durable survives either.
+   What is durable survives either. SIGHUP is a stop where it means that the terminal is gone, else it changes nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ log = logging.getLogger("kvstored")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    if not _is_on_terminal():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         resolution = resolve(arguments.flags, os.environ, arguments.config, faults=arguments.faults)
@@ -177,9 +179,10 @@ def _stopping(stop: Callable[[], object], drain_s: float, notifier: Notifier) ->
         )
         stop()
 
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     for number in signals:
-        loop.add_signal_handler(number, signalled, number.name)
+        is_stop = number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # nohup ignores it, too
+        loop.add_signal_handler(number, signalled if is_stop else _tell_of, number.name)
     try:
         yield
     finally:
@@ -187,6 +190,14 @@ def _stopping(stop: Callable[[], object], drain_s: float, notifier: Notifier) ->
             loop.remove_signal_handler(number)
         if deadline is not None:
             deadline.cancel()
+
+
+def _tell_of(name: str) -> None:
+    log.warning("signal ignored", extra=fields(signal=name, fix="settings are read at the start only: restart"))
+
+
+def _is_on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def _end_now(why: str) -> NoReturn:

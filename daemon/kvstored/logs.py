@@ -225,7 +225,13 @@ def _quoted(value: Any) -> str:
         return json.dumps(value)
     text = str(value)
     is_bare = text and text.isprintable() and not any(character in ' "=\\' for character in text)
-    return text if is_bare else json.dumps(text, ensure_ascii=False)
+    quoted = text if is_bare else json.dumps(text, ensure_ascii=False)
+    # JSON leaves some alone that end a line or command a terminal: C1 controls, separators, marks of direction.
+    return quoted if quoted.isprintable() else "".join(map(_printable, quoted))
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
 def _time(record: logging.LogRecord) -> str:

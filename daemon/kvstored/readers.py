@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvstore.errors import BadSetting
-from kvstore.units import parse_duration, parse_size
+from kvstore.units import parse_duration, parse_size, parse_whole
 from kvstored.remote.opening import check_url
 
 TIERS = ("gpu", "cpu", "ssd", "remote")
@@ -96,7 +96,8 @@ def read_address(given: Any) -> tuple[str, int] | None:
     host, _, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host or "127.0.0.1"
-    if not port.isascii() or not port.isdecimal() or int(port) > 65535 or isinstance(given, bool):
+    number = None if isinstance(given, bool) else parse_whole(port)
+    if number is None or number > 65535:
         raise BadSetting(f"{given!r} is not HOST:PORT with a port up to 65535: write 127.0.0.1:9469, or off")
     if bracketed or ":" in host:
         try:
@@ -105,7 +106,7 @@ def read_address(given: Any) -> tuple[str, int] | None:
             raise BadSetting(f"{given!r} is not HOST:PORT: an IPv6 address is written [::1]:9469") from exc
         if not bracketed:
             raise BadSetting(f"{given!r} could be cut in two ways: write [{host}]:{port}")
-    return host, int(port)
+    return host, number
 
 
 def read_fraction(given: Any) -> float:
@@ -183,10 +184,10 @@ def integer(low: int, high: int) -> Callable[[Any], int]:
     """Return a parser that takes a whole number from `low` to `high`."""
 
     def read_integer(given: Any) -> int:
-        text = str(given).strip()
-        if isinstance(given, bool) or not text.isdecimal() or not low <= int(text) <= high:
+        number = None if isinstance(given, bool) else parse_whole(str(given))
+        if number is None or not low <= number <= high:
             raise BadSetting(f"{given!r} is not a whole number from {low} to {high}: write one")
-        return int(text)
+        return number
 
     return read_integer
 
@@ -252,8 +253,9 @@ def _check_name(name: str) -> None:
 
 
 def _numeric_id(name: str, look_up: Callable[[str], int], what: str) -> int:
-    if name.isascii() and name.isdecimal() and int(name) < 1 << 32:
-        return int(name)
+    number = parse_whole(name)
+    if number is not None and number < 1 << 32:
+        return number
     try:
         return look_up(name)
     except (KeyError, ValueError) as exc:

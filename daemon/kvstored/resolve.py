@@ -164,11 +164,18 @@ class _Resolver:
             return Path(state.split(":")[0]).absolute() / "ssd"
         if os.geteuid() == 0:
             return Path("/var/lib/kvstored/ssd")
-        home = Path(self.environ.get("HOME") or "~").expanduser()
-        return Path(self.environ.get("XDG_STATE_HOME") or home / ".local/state").absolute() / "kvstored/ssd"
+        if state := self.environ.get("XDG_STATE_HOME"):
+            return Path(state).absolute() / "kvstored/ssd"
+        try:
+            home = Path(self.environ.get("HOME") or "~").expanduser()
+        except RuntimeError:  # a user without an entry, as containers have them: told as a directory of root's is
+            return Path("/var/lib/kvstored/ssd")
+        return home.absolute() / ".local/state/kvstored/ssd"
 
     def _ssd_obstacle(self, directory: Path, *, auto: bool) -> str | None:
         """Return why `directory` can't hold the ssd tier, with what to do about it."""
+        if reason := _unspeakable(directory):
+            return f"{reason}: choose another --ssd-dir"
         # A directory that was named must not be made on the root disk when the disk it was meant for isn't mounted.
         if directory != self._default_ssd_dir() and not directory.parent.is_dir():
             return f"its parent {directory.parent} does not exist: mount the disk, or mkdir -p {directory.parent}"
@@ -193,6 +200,9 @@ class _Resolver:
 
     def _socket(self) -> Path:
         path: Path = self.given.values.get("socket") or default_socket_path(self.environ)
+        if reason := _unspeakable(path):
+            self._fault("socket", f"{reason}: choose another --socket")
+            return path
         try:
             check_socket_path(path)
             refuse_foreign_directory(path.parent)
@@ -329,3 +339,12 @@ class _Resolver:
             )
         if values["verify-reads"] and values["checksum-at-seal"] == "never":
             self._fault("verify-reads", "there is nothing to verify with --checksum-at-seal never: drop one of them")
+
+
+def _unspeakable(path: Path) -> str | None:
+    """Return why neither the index nor a report could hold a path, or None: both are UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return f"{str(path)!a} is not valid UTF-8"
+    return None

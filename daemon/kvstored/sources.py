@@ -120,12 +120,12 @@ def _take_file(given: Given, path: Path, source: str) -> None:
             raw = stream.read(_FILE_BYTES_MAX + 1)
         if len(raw) > _FILE_BYTES_MAX:
             raise ValueError(f"it is over {_FILE_BYTES_MAX} bytes")
-        table = tomllib.loads(raw.decode())
+        table = tomllib.loads(raw.decode("utf-8-sig"))  # some editors put a mark in front
     except OSError as exc:
         problem = f"can't be read ({exc.strerror}): name a file that this user can read"
         given.faults.append(Fault("config", str(path), source, problem))
         return
-    except ValueError as exc:  # TOMLDecodeError and UnicodeDecodeError are both
+    except (ValueError, RecursionError) as exc:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         problem = f"is not a TOML file ({exc}): write lines such as cpu-size = \"64GiB\""
         given.faults.append(Fault("config", str(path), source, problem))
         return
