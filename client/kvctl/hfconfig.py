@@ -20,6 +20,10 @@ from kvctl.sizing import Layer
 from kvstore.errors import UsageError
 
 Config = Mapping[str, Any]
+_FILE_BYTES_MAX = 16 << 20
+_NUMBER_MAX = 1 << 40
+_LAYERS_MAX = 1 << 16
+_NESTED_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,11 @@ def read(path: Path) -> dict[str, Any]:
     """Return the fields of a config.json, or of the one in the directory `path`."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_bytes())
+        with file.open("rb") as stream:
+            raw = stream.read(_FILE_BYTES_MAX + 1)
+        if len(raw) > _FILE_BYTES_MAX:
+            raise ValueError(f"it is over {_FILE_BYTES_MAX} bytes")
+        content = json.loads(raw)
     except OSError as exc:
         raise UsageError(
             f"can't read {file}: {exc.strerror}; --config takes a model's config.json or its directory"
@@ -74,6 +82,8 @@ def interpret(config: Config, overrides: Config | None = None) -> Model:
             "use the figures of the engine's own log"
         )
     count = _number(fields, "num_hidden_layers")
+    if count > _LAYERS_MAX:
+        raise UsageError(f"num_hidden_layers is {count}: kvctl size takes {_LAYERS_MAX} at most")
     kinds = _layer_kinds(fields, model_type, count, notes)
     kind, shape = _attention(fields, model_type, notes)
     layers = _with_windows(shape, kinds or ["full_attention"] * count, fields)
@@ -96,11 +106,13 @@ def interpret(config: Config, overrides: Config | None = None) -> Model:
 
 
 def _language_model(config: Config, notes: list[str]) -> Config:
-    for name in families.NESTED:
-        if inner := _mapping(config.get(name)):
-            notes.append(f"these are the sizes of {name}, the language model")
-            return _language_model(inner, notes)
-    return config
+    for _ in range(_NESTED_MAX):
+        name, inner = next(((n, found) for n in families.NESTED if (found := _mapping(config.get(n)))), ("", config))
+        if not name:
+            return config
+        notes.append(f"these are the sizes of {name}, the language model")
+        config = inner
+    raise UsageError(f"the config has over {_NESTED_MAX} configs one inside the other: name the innermost one's file")
 
 
 # ---- fields
@@ -141,6 +153,8 @@ def _checked(name: str, value: Any) -> int:
             f"{name} is {value!r}, not one positive integer: kvctl size can't judge a model whose layers "
             f"differ in it; --set {name}=N sizes it as if they didn't"
         )
+    if value > _NUMBER_MAX:
+        raise UsageError(f"{name} is beyond {_NUMBER_MAX}: is this the right config?")
     return value
 
 
@@ -194,7 +208,10 @@ def _layer_kinds(fields: Config, model_type: str, count: int, notes: list[str]) 
         return ["linear_attention" if (at + 1) % interval else "full_attention" for at in range(count)]
     if model_type == "llama4_text":
         interval = _number(fields, "no_rope_layer_interval")
-        chunked = fields.get("no_rope_layers") or [(at + 1) % interval for at in range(count)]
+        listed = fields.get("no_rope_layers") or [(at + 1) % interval for at in range(count)]
+        if not isinstance(listed, list):
+            raise UsageError("no_rope_layers is no list: repair the config")
+        chunked = cast("list[object]", listed)
         return ["chunked_attention" if has_rope else "full_attention" for has_rope in chunked]
     window = fields.get("sliding_window")
     if not window or fields.get("use_sliding_window") is False:

@@ -16,6 +16,7 @@ from kvctl.reports import NamespaceReport
 from kvstore.block import BlockHash, block_hash
 from kvstore.errors import BadKey, BadNamespace, UsageError
 from kvstore.prefix import chain
+from kvstore.units import parse_whole
 
 SHORT_DIGEST = 12
 
@@ -98,10 +99,8 @@ def hashes_of_tokens(namespace: NamespaceReport, source: str, stdin: TextIO) -> 
 
 
 def _text_of(source: str, stdin: TextIO) -> str:
-    if source == "-":
-        return stdin.read()
     try:
-        return Path(source).read_text()
+        return stdin.read() if source == "-" else Path(source).read_text()
     except (OSError, UnicodeDecodeError) as exc:
         raise UsageError(f"can't read token ids from {source}: {exc}; give a text file, or - for stdin") from exc
 
@@ -118,6 +117,7 @@ def _tokens_in(text: str, source: str) -> Iterator[int]:
             yield item
         return
     for word in text.replace(",", " ").split():
-        if not (word.isascii() and word.isdecimal()):
+        token = parse_whole(word)
+        if token is None:
             raise BadKey(f"{source} holds {word!r} where a token id belongs: write integers, blanks between them")
-        yield int(word)
+        yield token

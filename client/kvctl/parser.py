@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from kvctl.sizing import ALIASES, STORAGES
 from kvstore.errors import BadSetting
-from kvstore.units import parse_duration, parse_size
+from kvstore.units import parse_duration, parse_size, parse_whole
 
 _T = TypeVar("_T")
 # What shtab's scripts call to complete a file name (shtab.FILE, without importing shtab for it).
@@ -253,9 +253,10 @@ def _ttl(text: str) -> float:
 
 
 def _not_negative(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
+    number = parse_whole(text)
+    if number is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
+    return number
 
 
 def _positive(text: str) -> int:

@@ -15,6 +15,7 @@ from kvctl.hfconfig import Model
 from kvctl.printing import Output, count, plain, size
 from kvctl.sizing import Layer, Storage
 from kvstore.errors import UsageError
+from kvstore.units import parse_whole
 
 _SLOT_ALIGNMENT_BYTES = 4096
 _USUAL_TOKENS = (1024, 8192, 32768, 131072)
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace, output: Output) -> Exit:
     body = _body(asked, "--dtype" if options.dtype else model.dtype_source)
     output.either(body, _text(output, asked, body))
     for note in model.notes:
-        output.say(f"note: {note}")
+        output.say(f"note: {plain(note)}")
     for reason in model.unjudged:
         output.say(f"not sized: {plain(reason)}")
     if model.unjudged:
@@ -58,9 +59,10 @@ def _overrides(words: Sequence[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for word in words:
         name, equals, value = word.partition("=")
-        if not name or not equals or not (value.isascii() and value.isdecimal()):
+        number = parse_whole(value)
+        if not name or not equals or number is None:
             raise UsageError(f"--set {word} is not a field and a number: write for example --set head_dim=128")
-        found[name] = int(value)
+        found[name] = number
     return found
 
 

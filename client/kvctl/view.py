@@ -216,7 +216,7 @@ def _namespaces(frame: Frame) -> Table:
         now = _rates_of(frame, namespace)
         table.add_row(
             namespace.digest[:SHORT_DIGEST],
-            label,
+            Text(label),  # as it is: rich would read [...] in a plain str as markup
             *(size(namespace.bytes.get(tier, 0)) for tier in tiers),
             percent(hit_rate(namespace.hit_blocks, namespace.queried_blocks)),
             rate(now.queried_per_s),
