@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 
 from bench.vllm_engine import Engine
 from demo.vllm_server import connector
+from tests.daemon_fixture import eventually
 from tests.engines.vllm.node import BLOCK_BYTES, BLOCK_TOKENS, Baseline, Node, agree, prompt
 
 LOADS = ("sync", "async")
 CHUNKED = {"max_num_batched_tokens": 96}
+_LONGEST_WAIT_S = 30.0  # what demo.vllm_server allows a load, and so a wait
 # Room for 40 blocks: two of the requests below fit, four do not.
 TIGHT = {"kv_cache_memory_bytes": 40 * BLOCK_BYTES, "max_model_len": 1024}
 
@@ -88,9 +91,7 @@ def test_preempted_requests_say_the_same(engines: Engines, baseline: Baseline, l
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_aborted_requests_leave_nothing_behind(
-    node: Node, engines: Engines, baseline: Baseline, load: str
-) -> None:
+def test_aborted_requests_leave_nothing_behind(node: Node, engines: Engines, baseline: Baseline, load: str) -> None:
     d = engines.d[load]
     tokens = prompt(f"aborted {load}", 800)
     node.stored(engines.p, tokens)
@@ -130,3 +131,75 @@ def test_many_requests_at_once_end_with_the_right_tokens(engines: Engines, basel
         for tokens, output in zip(prompts, engine.generate(*prompts), strict=True):
             agree(output, baseline(tokens))
         engine.call("forget")
+
+
+def told_to_wait() -> dict[str, Any]:
+    return {"kv_transfer_params": {"kvstored": {"wait_ms": 600_000}}}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_d_waits_for_a_p_that_is_at_work_and_goes_on_with_others(
+    node: Node, engines: Engines, baseline: Baseline, load: str
+) -> None:
+    p, d = engines.chunked_p, engines.d[load]
+    tokens, other = prompt(f"waits {load}", 900), prompt(f"does not wait {load}", 100)
+    p.add(tokens, 1)
+    p.call("step", count=3)
+    waiting, running = d.add(tokens, **told_to_wait()), d.add(other, 4)
+    eventually(lambda: d.call("step") == 1, "the other one has ended")
+    assert node.stats()["sessions"]["leases"] == 0
+    p.finish()
+    outputs = d.finish()
+    agree(outputs[waiting], baseline(tokens))
+    agree(outputs[running], baseline(other, 4))
+    assert outputs[waiting].cached == 899 // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_d_does_not_wait_for_a_p_that_has_given_up(engines: Engines, baseline: Baseline) -> None:
+    p, d = engines.chunked_p, engines.d["async"]
+    numbers = itertools.count()
+
+    def ends_early() -> bool:
+        tokens = prompt(f"given up {next(numbers)}", 900)
+        waited_s = d.counter("wait_seconds")
+        prefilling = p.add(tokens, 1)
+        p.call("step", count=3)
+        waiting = d.add(tokens, **told_to_wait())
+        d.call("step", count=50)
+        p.call("abort", names=[prefilling])
+        output = d.finish()[waiting]
+        p.finish()
+        agree(output, baseline(tokens))
+        assert output.cached < 899 // BLOCK_TOKENS * BLOCK_TOKENS
+        return d.counter("wait_seconds") - waited_s < _LONGEST_WAIT_S / 2
+
+    # What P gives up before D's wait has reached the daemon is waited for to the end of the time.
+    eventually(ends_early, "D goes on as soon as P has given up", within_s=120)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_request_aborted_while_it_waits_leaves_nothing_behind(
+    engines: Engines, baseline: Baseline, load: str
+) -> None:
+    d = engines.d[load]
+    for steps in (0, 1, 10):
+        waiting = d.add(prompt(f"aborted while it waits {load} {steps}", 500), **told_to_wait())
+        d.call("step", count=steps)
+        d.call("abort", names=[waiting])
+        assert d.call("step") == 0
+    d.finish()
+    tokens = prompt(f"after those that waited {load}", 100)
+    (output,) = d.generate(tokens)
+    agree(output, baseline(tokens))
+    d.call("forget")
+    assert d.call("free_blocks") == d.call("total_blocks")
+
+
+@pytest.mark.parametrize("params", [{"kvstored": {"wait_ms": "long"}}, {"kvstored": 7}, {"kvstored": {"wait_ms": [1]}}])
+def test_whatever_a_request_says_of_its_transfer_the_engine_lives(
+    engines: Engines, baseline: Baseline, params: dict[str, Any]
+) -> None:
+    d = engines.d["async"]
+    tokens = prompt(f"says {params}", 100)
+    (output,) = d.generate(tokens, kv_transfer_params=params)
+    agree(output, baseline(tokens))
