@@ -40,6 +40,8 @@ def chain(root: bytes, tokens: Iterable[int], block_tokens: int) -> list[BlockHa
         raise UsageError(f"block_tokens must be positive, not {block_tokens}")
     if len(root) != 32:
         raise BadKey(f"a chain starts from 32 bytes (a namespace's digest or a block hash), not {len(root)}")
+    if isinstance(tokens, (bytes, bytearray)):  # packed by whom, and how? array() would guess
+        raise BadKey("token ids are integers, not bytes: give a list or an array of them")
     try:
         packed = array(_UINT32, tokens)
     except (OverflowError, TypeError) as exc:

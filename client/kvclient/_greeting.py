@@ -137,6 +137,10 @@ def _receive(sock: socket.socket, path: Path, fds: list[int]) -> bytes:
             fds.extend(some)
         else:
             strange = True
+    if flags & socket.MSG_CTRUNC and len(fds) < _FDS_MAX and not strange:
+        raise PeerUnreachable(
+            f"the daemon at {path} passed descriptors for which this process has no room: raise its limit (ulimit -n)"
+        )
     if strange or flags & socket.MSG_CTRUNC or len(fds) > _FDS_MAX:
         raise RemoteProtocolError(f"what listens at {path} sent file descriptors that don't belong to a welcome")
     if not received:

@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -158,9 +159,10 @@ class Mappings:
             pool = self._pool_of(welcome, fds[0]) if wanted else None
             arena = Mapping(fds[1], welcome.arena_bytes, writable=True) if wanted == 2 else None
         except OSError as exc:
+            limit = "descriptors (ulimit -n)" if exc.errno == errno.EMFILE else "address space (ulimit -v)"
             raise PeerUnreachable(
                 f"the daemon's shared memory of {welcome.pool_bytes} bytes can't be mapped here ({exc.strerror}): "
-                "raise this process's limit of address space (ulimit -v)"
+                f"raise this process's limit of {limit}"
             ) from exc
         finally:
             for fd in fds:

@@ -26,7 +26,7 @@ from kvstored.arguments import parse
 from kvstored.config import Settings, as_toml, as_words
 from kvstored.logs import fields, logging_to
 from kvstored.notify import Notifier
-from kvstored.options import OPTIONS
+from kvstored.options import OPTIONS, TABLE
 from kvstored.resolve import Resolution, resolve
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
@@ -41,11 +41,12 @@ log = logging.getLogger("kvstored")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
+    _fill_standard_descriptors()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     if not _is_on_terminal():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        arguments = parse(sys.argv[1:] if argv is None else argv)
+        arguments = parse(sys.argv[1:] if argv is None else argv, TABLE)
         resolution = resolve(arguments.flags, os.environ, arguments.config, faults=arguments.faults)
         if arguments.action == "check":
             return _check(resolution, as_json=arguments.as_json)
@@ -197,7 +198,18 @@ def _tell_of(name: str) -> None:
 
 
 def _is_on_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
+    return sys.stderr.isatty()
+
+
+def _fill_standard_descriptors() -> None:
+    """Let whatever was closed lead nowhere: else a file or socket of ours gets its number, and what is told there."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
 def _end_now(why: str) -> NoReturn:

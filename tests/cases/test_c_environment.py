@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from kvstore.wire import Outcome
 from kvstored.resolve import resolve
 from tests.daemon.host import KnownHost
 from tests.daemon_fixture import KIB, Daemon, eventually, running, start_and_fail
+from tests.product import ROOT
 from tests.rawclient import keys, namespace
 
 SPACE = namespace(64 * KIB)
@@ -78,3 +80,48 @@ def test_c01_paths_that_are_no_text_are_refused_before_anything_starts(short_dir
     assert "Traceback" not in text
     assert "--socket" in text
     assert "--ssd-dir" in text
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "1>&-", "0<&- 1>&- 2>&-", "2>/dev/full"])
+def test_c02_a_daemon_whose_standard_descriptors_are_closed_serves_and_ends_in_order(
+    short_dir: Path, closed: str
+) -> None:
+    """Else a socket of its own would get their numbers, with all that is printed there."""
+    daemon = Daemon(short_dir, cpu="8MiB", ssd=None)
+    command = shlex.join([sys.executable, "-m", "kvstored", *daemon.arguments])
+    daemon.process = subprocess.Popen(["bash", "-c", f"exec {command} {closed}"])
+    try:
+        eventually(daemon.socket.exists, "it serves", within_s=60)
+        with daemon.client() as client:
+            ns = client.open(SPACE)
+            client.put(ns, keys(4))
+            assert client.get(ns, keys(4)) == [Outcome.HIT] * 4
+        assert daemon.stop() == 0
+    finally:
+        daemon.kill()
+
+
+ENGINE = """
+import resource, sys
+from kvclient import Client
+from tests.rawclient import keys, namespace, payload
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), 64))
+space = namespace(65536)
+with Client(socket=sys.argv[1]) as client:
+    result = client.namespace(space).store(keys(2), [payload(space.digest, key, 65536) for key in keys(2)])
+    print(len(result.outcomes), result.failure or "stored")
+"""
+
+
+def test_c02_an_engine_without_descriptors_to_spare_is_told_which_limit_to_raise(short_dir: Path) -> None:
+    """The pool comes as a descriptor: where there is no room for it blocks are misses, and the text names the limit."""
+    with running(short_dir, cpu="8MiB", ssd=None) as daemon:
+        told: list[str] = []
+        for limit in range(4, 9):
+            command = [sys.executable, "-c", ENGINE, str(daemon.socket), str(limit)]
+            answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+            told.append(answer.stdout)
+        assert "stored" in told[-1]
+        short = [text for text in told if "stored" not in text]
+        assert short, "no limit was too low for the test to mean anything"
+        assert all("ulimit -n" in text for text in short), short

@@ -6,14 +6,17 @@ import dataclasses
 import os
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore import wire
 from kvstore.block import Component, Namespace, Slice
-from kvstore.errors import BadNamespace
+from kvstore.errors import BadKey, BadNamespace
+from kvstore.prefix import chain
 from kvstore.wire import Outcome
 from tests.daemon_fixture import KIB, eventually, running
 from tests.product import ROOT
@@ -234,6 +237,23 @@ def test_w10_blocks_stored_by_one_process_hit_in_another_and_after_a_restart(sho
         with puppet(daemon.socket) as reader:
             reader.call("open", 64 * KIB)
             assert reader.call("get", 8, "shared") == [Outcome.HIT] * 8
+
+
+def test_w10_the_same_tokens_in_any_container_have_the_same_keys() -> None:
+    """What an engine has at hand: lists, arrays of any width, order and stride. Packed bytes would be a guess."""
+    root, tokens = namespace(64 * KIB).digest, list(range(64))
+    expected = chain(root, tokens, 16)
+    containers: list[Any] = [
+        tuple(tokens), iter(tokens), array("Q", tokens), array("B", tokens), memoryview(array("H", tokens)),
+        np.arange(64), np.arange(64, dtype=np.int32), np.arange(64, dtype=">i4"), np.arange(128)[::2] // 2,
+        np.arange(64, dtype=np.uint32).astype(">u2"),
+    ]  # fmt: skip
+    for container in containers:
+        assert chain(root, container, 16) == expected, type(container)
+    wrong: list[Any] = [bytes(tokens), bytearray(tokens), [1.0] * 16, [-1] * 16, [1 << 32] * 16, "a" * 16, [None] * 16]
+    for container in wrong:
+        with pytest.raises(BadKey):
+            chain(root, container, 16)
 
 
 def test_w10_a_namespace_says_the_same_to_every_version_of_python() -> None:
