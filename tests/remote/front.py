@@ -27,6 +27,8 @@ class Front:
         self._to = port
         self._answered_bytes = 0
         self._writers: set[asyncio.StreamWriter] = set()
+        self._serving = 0
+        self._idle = asyncio.Event()
 
     def cut(self) -> None:
         """Break every connection, and let nobody in."""
@@ -36,6 +38,7 @@ class Front:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        self._serving += 1
         try:
             if self.is_cut.is_set():
                 return
@@ -54,6 +57,14 @@ class Front:
             pass
         finally:
             writer.transport.abort()
+            self._serving -= 1
+            self._idle.set()
+
+    async def closed(self) -> None:
+        """Return when nobody is served any more."""
+        while self._serving:
+            self._idle.clear()
+            await self._idle.wait()
 
     def _count(self, count: int) -> None:
         self._answered_bytes += count
@@ -81,6 +92,9 @@ async def front(port: int) -> AsyncGenerator[Front, None]:
         yield door
     finally:
         listener.close()
+        await asyncio.sleep(0)  # who has just come in is served, too
         door.cut()
+        async with asyncio.timeout(10.0):
+            await door.closed()
         await listener.wait_closed()
         await asyncio.sleep(0)

@@ -142,10 +142,12 @@ async def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> N
             await asyncio.sleep(0.01)
 
 
-async def eventually_found(opened: Opened, keys: Sequence[int], found: Sequence[bool], within_s: float = 30.0) -> None:
+async def eventually_found(
+    opened: Opened, keys: Sequence[int], found: Sequence[bool], scope: RemoteScope = SCOPE, within_s: float = 30.0
+) -> None:
     """Return when these blocks are, or are not, found."""
     async with asyncio.timeout(within_s):
-        while await opened.found(keys) != list(found):
+        while await opened.found(keys, scope) != list(found):
             await asyncio.sleep(0.01)
 
 

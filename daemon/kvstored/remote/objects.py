@@ -91,10 +91,11 @@ class ObjectsBackend:
         self._ready = False
         self._untold: set[RemoteScope] = set()  # dropped, and the store does not know
         self._own_bytes = 0
-        self._writing_bytes = 0
+        self._writing: dict[str, int] = {}  # name -> size, of objects that no listing has shown yet
         self._unanswered: dict[str, tuple[int, int]] = {}  # name -> size, and how many listings had begun by then
         self._listings = 0  # that have begun
         self._listing = asyncio.Lock()
+        self._removed_since: set[str] = set()  # names, since the last listing began
         self._own: OrderedDict[Pack, None] = OrderedDict()  # this writer's objects, the least recently used first
         self._alive_s = float("-inf")
         self._making_room = asyncio.Lock()
@@ -197,21 +198,22 @@ class ObjectsBackend:
     async def _write_pack(self, scope: RemoteScope, epoch: int, writes: Sequence[RemoteWrite]) -> Outcome:
         key, now_s = scope_id(scope), self._clock.wall_s()
         size_bytes = pack_bytes([len(write.payload) for write in writes])
-        if not await self._make_room(size_bytes):
-            self._counts["refused_full"] += len(writes)
-            return Outcome.NO_ROOM
         self._written += 1
         ends_s = now_s + max(write.life_s for write in writes)
         name = PackName.make(self._writer, key, epoch, now_s, ends_s, f"{self._life}-{self._written:x}")
+        if not await self._make_room(size_bytes, name.text):
+            self._counts["refused_full"] += len(writes)
+            return Outcome.NO_ROOM
         try:
             content, table = await in_thread(partial(assemble, scope, key, epoch, writes, now_s))
             async with self._requests:
                 await self._bucket.put(name.text, content)
         except BaseException:
-            self._unanswered[name.text] = (size_bytes, self._listings)
+            if name.text not in self.index.packs:
+                self._unanswered[name.text] = (size_bytes, self._listings)
             raise
         finally:
-            self._writing_bytes -= size_bytes
+            self._writing.pop(name.text, None)
         pack = self.index.packs.get(name.text) or self._add(name, size_bytes)  # a listing may have been quicker
         self.index.fill(pack, table)
         return Outcome.DURABLE
@@ -273,10 +275,10 @@ class ObjectsBackend:
 
     @property
     def _used_bytes(self) -> int:
-        return self._own_bytes + self._writing_bytes + sum(size for size, _ in self._unanswered.values())
+        return self._own_bytes + sum(self._writing.values()) + sum(size for size, _ in self._unanswered.values())
 
-    async def _make_room(self, size_bytes: int) -> bool:
-        """Count `size_bytes` as being written, deleting own objects for them; False if that can't be had."""
+    async def _make_room(self, size_bytes: int, name: str = "") -> bool:
+        """Count an object of `size_bytes` as being written, deleting own ones for it; False if that can't be had."""
         if size_bytes > self._capacity_bytes:
             return False
         async with self._making_room:  # across I/O: two that make room at once would delete twice as much
@@ -290,7 +292,8 @@ class ObjectsBackend:
                 if not victims:
                     return False
                 await self._sweep(victims, "swept_blocks")
-            self._writing_bytes += size_bytes
+            if name:
+                self._writing[name] = size_bytes
         return True
 
     async def _sweep(self, packs: Sequence[Pack], counted: str) -> None:
@@ -309,12 +312,14 @@ class ObjectsBackend:
         if name.writer == self._writer:
             self._own[pack] = None
             self._own_bytes += size_bytes
+            self._writing.pop(name.text, None)  # or it would count twice
         return pack
 
     def _removed(self, pack: Pack) -> None:
         if pack in self._own:
             del self._own[pack]
             self._own_bytes -= pack.size_bytes
+        self._removed_since.add(pack.name.text)
         self.index.remove(pack)
 
     # ---- what is there
@@ -362,11 +367,12 @@ class ObjectsBackend:
             for scope, epoch in (await self._epochs()).items():
                 self.index.set_epoch(scope, epoch)
             last = self.index.newest
+            self._removed_since.clear()
             seen = {name: size_bytes for name, size_bytes, _ in await self._listed(PACKS)}
             for pack in [pack for pack in self.index.packs.values() if pack.name.text not in seen]:
                 if pack.number <= last:  # what was added after the listing began is not in it
                     self._removed(pack)
-            found = [PackName.read(text) for text in seen if text not in self.index.packs]
+            found = [PackName.read(text) for text in seen.keys() - self.index.packs.keys() - self._removed_since]
             for name in sorted((name for name in found if name is not None), key=lambda name: name.written_s):
                 self.index.set_epoch(name.scope, name.epoch)
                 self._add(name, seen[name.text])
