@@ -4,9 +4,9 @@ Invariants
 1. Nothing is sent, no status either, before D's first bytes: the first whole event of a stream; an answer that is no
    stream is kept until it is whole, as far as `answer_bytes_max`. Until then another D may still be tried.
 2. A stream's client sees whole events only. If D fails after the first, an error event follows and the stream ends;
-   a stream without `[DONE]` has failed, however cleanly its connection was closed.
-3. Where there are no events to say it with (an answer that is no stream and broke off late, a compressed one), the
-   connection is cut, so that nobody takes a part for the whole.
+   a stream without `[DONE]` has failed, however cleanly its connection was closed, and one with it has not.
+3. Where there are no events to say it with (an answer that is no stream and broke off late, a compressed one, an event
+   so long that it was passed on in parts), the connection is cut, so that nobody takes a part for the whole.
 4. What a client doesn't take isn't read from D; a client that takes nothing for `client_stall_s` is cut off.
 """
 
@@ -24,38 +24,37 @@ from kvproxy.metrics import Metrics
 from kvproxy.settings import Settings
 
 EVENT_BYTES_MAX = 4 << 20
+_END_BYTES_MAX = 4
 _END_OF_EVENT = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _DONE = re.compile(rb"(?:^|[\r\n])data: ?\[DONE\][ \t]*[\r\n]")
 
 
 class EventCutter:
-    """Turns the bytes of a server-sent event stream into whole events."""
+    """Turns the bytes of a server-sent event stream into whole events, and parts of those that are too long to keep."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
         self.is_done = False  # [DONE] has been seen
+        self.is_within = False  # a part of an event has been given, and its end has not
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return the events that are complete now, as they came.
-
-        Raises
-        ------
-        ValueError
-            An event is longer than `EVENT_BYTES_MAX`.
-        """
-        # An end may be cut in two; three bytes back is where the longest one could have begun.
-        looked = max(0, len(self._rest) - 3)
+        """Return what may go on now: complete events as they came, and what is beyond `EVENT_BYTES_MAX` of one."""
+        # An end may be cut in two: this is where the longest one could have begun.
+        looked = max(0, len(self._rest) - _END_BYTES_MAX + 1)
         self._rest += chunk
         end = 0
         for found in _END_OF_EVENT.finditer(self._rest, looked):
             end = found.end()
-        if len(self._rest) - end > EVENT_BYTES_MAX:
-            raise ValueError(f"an event is longer than {EVENT_BYTES_MAX} bytes")
         events = bytes(self._rest[:end])
-        del self._rest[:end]
         if b"[DONE]" in events and _DONE.search(events):
             self.is_done = True
-        return events
+        self.is_within = self.is_within and not end
+        if len(self._rest) - end > EVENT_BYTES_MAX:
+            self.is_within = True
+            end = len(self._rest) - _END_BYTES_MAX + 1  # an end that is cut in two is still seen
+        given = bytes(self._rest[:end])
+        del self._rest[:end]
+        return given
 
 
 class Opened:
@@ -79,11 +78,11 @@ class Opened:
         leg = self.leg
         if leg.status < 400 and leg.content_type == "text/event-stream" and "Content-Encoding" not in leg.headers:
             self._cutter = EventCutter()
-            self._head = self._cut(leg.first)
+            self._head = self._cutter.feed(leg.first)
             while not self._head:
                 if not (chunk := await leg.read()):
                     raise leg.unfit("the stream ended before its first event")
-                self._head = self._cut(chunk)
+                self._head = self._cutter.feed(chunk)
         else:
             if leg.status < 400 and leg.content_type not in ("application/json", "text/event-stream"):
                 raise leg.unfit(f"the answer is {leg.content_type[:64] or 'of no type'}, and no JSON")
@@ -112,7 +111,7 @@ class Opened:
             await self._rest(response)
         except LegFailed as exc:
             metrics.cut(str(exc.fault))
-            if self._cutter is None:
+            if self._cutter is None or self._cutter.is_within:
                 _cut_off(request)
                 return response
             failure = Refusal(502, "upstream_error", "stream-cut", f"the answer was cut short: {exc}")
@@ -121,18 +120,17 @@ class Opened:
         return response
 
     async def _rest(self, response: web.StreamResponse) -> None:
-        while chunk := await self.leg.read():
-            if events := self._cut(chunk) if self._cutter is not None else chunk:
-                await self._within(response.write(events))
-        if self._cutter is not None and not self._cutter.is_done:
-            raise self.leg.unfit("the stream ended without its last event")
-
-    def _cut(self, chunk: bytes) -> bytes:
-        assert self._cutter is not None
+        cutter = self._cutter
         try:
-            return self._cutter.feed(chunk)
-        except ValueError as exc:
-            raise self.leg.unfit(str(exc)) from exc
+            while chunk := await self.leg.read():
+                if given := cutter.feed(chunk) if cutter is not None else chunk:
+                    await self._within(response.write(given))
+        except LegFailed:
+            if cutter is None or not cutter.is_done:
+                raise
+            return  # nothing is missing but the end of D's connection
+        if cutter is not None and not cutter.is_done:
+            raise self.leg.unfit("the stream ended without its last event")
 
     async def _keep(self) -> None:
         """Read the answer to its end, or to as much as may be kept."""

@@ -48,12 +48,63 @@ def test_done_inside_an_answer_is_not_the_end(text: bytes) -> None:
     assert not cutter.is_done
 
 
-def test_an_event_without_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "EVENT_BYTES_MAX", 1000)
-    cutter = EventCutter()
-    cutter.feed(b"data: " + b"x" * 900)
-    with pytest.raises(ValueError, match="1000"):
-        cutter.feed(b"x" * 200)
+@given(st.integers(1, 700), st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r"]))
+def test_an_event_too_long_to_keep_goes_on_in_parts_and_the_next_ones_are_whole(step: int, end: bytes) -> None:
+    sent = b"data: first" + end + b"data: " + b"x" * 5000 + end + b"data: last" + end + b"data: [DONE]" + end
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "EVENT_BYTES_MAX", 1000)
+        cutter = EventCutter()
+        out = b""
+        for start in range(0, len(sent), step):
+            out += cutter.feed(sent[start : start + step])
+            assert sent.startswith(out)
+            assert start + step - len(out) <= 1000 + step, "what is kept is bounded"
+            assert cutter.is_within is (out != b"" and not out.endswith(end)), "whether an event is open is known"
+    assert out == sent
+    assert cutter.is_done
+
+
+@on_loop
+async def test_a_huge_event_passes_and_no_worker_is_blamed_for_it() -> None:
+    tokens = ["x" * (stream.EVENT_BYTES_MAX + 1000), "y"]
+    async with StubWorker(Role.DECODE, Behaviour(tokens=tokens)) as d, proxy(d) as served, client(served) as http:
+        for _ in range(3):
+            async with http.post("/v1/completions", json=STREAMED) as answer:
+                assert answer.status == 200
+                text = await answer.text()
+            assert tokens[0] in text
+            assert text.endswith("data: [DONE]\n\n")
+        assert served.fleet.report()[0]["state"] == "closed"
+
+
+@on_loop
+async def test_a_huge_event_that_breaks_off_breaks_the_client_s_connection_too() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    part = b"data: " + b"x" * (stream.EVENT_BYTES_MAX + 1000)
+    raw = head + b"%x\r\n%s\r\n" % (len(part), part)
+    async with (
+        StubWorker(Role.DECODE, Behaviour(raw=raw)) as d,
+        proxy(d) as served,
+        client(served) as http,
+        http.post("/v1/completions", json=STREAMED) as answer,
+    ):
+        assert answer.status == 200
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.read()
+
+
+@on_loop
+async def test_a_stream_that_has_said_done_is_whole_however_its_connection_ends() -> None:
+    events = b'data: {"choices": []}\n\ndata: [DONE]\n\n'
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    raw = head + b"%x\r\n%s\r\n" % (len(events), events)
+    async with (
+        StubWorker(Role.DECODE, Behaviour(raw=raw)) as d,
+        proxy(d) as served,
+        client(served) as http,
+        http.post("/v1/completions", json=STREAMED) as answer,
+    ):
+        assert await answer.read() == events
 
 
 @pytest.mark.parametrize(
