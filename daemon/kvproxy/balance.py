@@ -81,7 +81,11 @@ def cached_worth(cached_tokens: Mapping[str, int]) -> float:
 
 def home_of(views: Sequence[View], session: str) -> View:
     """Return a session's own worker: the same as long as that worker is among `views`, whatever the others do."""
-    return max(views, key=lambda view: hashlib.sha256(f"{len(session)}:{session}{view.key}".encode()).digest())
+    def drawn(view: View) -> bytes:
+        # A session may come in a header, and so be no UTF-8.
+        return hashlib.sha256(f"{len(session)}:{session}{view.key}".encode(errors="surrogateescape")).digest()
+
+    return max(views, key=drawn)
 
 
 def _drawn(views: Sequence[View], draw: random.Random, session: str) -> list[View]:

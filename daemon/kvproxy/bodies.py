@@ -34,7 +34,7 @@ _DROPPED_FOR_P = frozenset({
     "length_penalty", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "echo", "logprobs",
     "top_logprobs", "prompt_logprobs", "suffix", "response_format", "structured_outputs", "guided_json",
     "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern",
-    "logits_processors", "seed",
+    "logits_processors", "seed", "return_token_ids", "return_tokens_as_token_ids", "return_hidden_states",
 })  # fmt: skip
 # What makes the engine hash other tokens than /tokenize returns, or other keys beside them than we know.
 _HIDES_TOKENS = ("truncate_prompt_tokens", "prompt_embeds", "documents", "mm_processor_kwargs")
@@ -72,7 +72,6 @@ class Ask:
     raw: bytes
     shape: Shape
     model: str = ""
-    stream: bool = False
     session: str = ""
     cache_salt: str = ""
     hashable: bool = False
@@ -91,7 +90,6 @@ class _Message(msgspec.Struct):
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _messages = msgspec.json.Decoder(list[_Message])
-_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read(kind: Kind, raw: bytes, *, is_plain: bool = True) -> Ask:
@@ -111,7 +109,7 @@ def for_prefill(ask: Ask, transfer: Mapping[str, Any] | None = None) -> bytes:
     members["max_tokens"] = msgspec.Raw(b"1")
     if ask.kind is Kind.CHAT:
         members["max_completion_tokens"] = msgspec.Raw(b"1")
-    if "tool_choice" in members and _value(members, "tool_choice") not in ("none", "auto"):
+    if bytes(members.get("tool_choice", b"null")) not in (b"null", b'"none"', b'"auto"'):
         # A forced call that is cut after one token is no call. With none the prompt has the tools all the same.
         members["tool_choice"] = msgspec.Raw(b'"none"')
     if transfer:
@@ -154,7 +152,6 @@ def _read(kind: Kind, raw: bytes, members: Mapping[str, msgspec.Raw]) -> Ask:
         raw,
         shape,
         model=_text(members, "model"),
-        stream=_value(members, "stream") is True,
         session=(_text(members, "prompt_cache_key") or _text(members, "user"))[:_SESSION_CHARS_MAX],
         cache_salt=salt,
         hashable=is_text and all(_value(members, name) is None for name in _HIDES_TOKENS),
@@ -222,7 +219,7 @@ def _merged(given: msgspec.Raw | None, transfer: Mapping[str, Any]) -> msgspec.R
     theirs: dict[str, Any] = {}
     if given is not None:
         try:
-            theirs.update(_object.decode(given))
+            theirs.update(_members.decode(given))
         except msgspec.MsgspecError:
             pass
     return msgspec.Raw(msgspec.json.encode({**theirs, **transfer}))

@@ -347,11 +347,16 @@ def caller_of(headers: Mapping[str, str], header: str | None, peer: str) -> str:
     if header is not None and (named := headers.get(header, "").strip()):
         return f"name:{_short(named)}"
     if key := headers.get("Authorization", "").strip():
-        return f"key:{_short(hashlib.sha256(key.encode()).hexdigest()[:16])}"
+        return f"key:{_short(_digest(key)[:16])}"
     return f"peer:{_short(peer)}"
 
 
 def _short(name: str) -> str:
     if len(name) <= _CALLER_CHARS_MAX:
         return name
-    return hashlib.sha256(name.encode()).hexdigest()[:_CALLER_CHARS_MAX]
+    return _digest(name)[:_CALLER_CHARS_MAX]
+
+
+def _digest(text: str) -> str:
+    # A header may hold any bytes; what is no UTF-8 stands in it as aiohttp has read it.
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from aiohttp import web
 
@@ -53,17 +53,20 @@ class Front:
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
+        self._methods: dict[str, str] = {}  # which each path takes
 
     def application(self) -> web.Application:
         """Return the routes."""
         application = web.Application(client_max_size=self._parts.settings.body_bytes_max)
         for kind in Kind:
             application.router.add_post(kind.path, self._handler(kind))
-        application.router.add_get("/v1/models", self._models)
-        application.router.add_get("/healthz", self._healthz)
-        application.router.add_get("/health", self._healthz)
-        application.router.add_get("/readyz", self._readyz)
-        application.router.add_get("/metrics", self._metrics)
+            self._methods[kind.path] = "POST"
+        for path, handler in (
+            ("/v1/models", self._models), ("/healthz", self._healthz), ("/health", self._healthz),
+            ("/readyz", self._readyz), ("/metrics", self._metrics),
+        ):  # fmt: skip
+            application.router.add_get(path, handler)
+            self._methods[path] = "GET, HEAD"
         application.router.add_route("*", "/{path:.*}", self._unknown)
         return application
 
@@ -77,8 +80,9 @@ class Front:
         except TimeoutError:
             log.warning("requests are cut short", extra=fields(running=len(self._running), drain_s=limit_s))
             self._parts.fleet.close("the proxy is shutting down")
-            # What is left after this is cancelled with its connection.
-            await asyncio.wait((asyncio.ensure_future(self._idle.wait()),), timeout=_LEG_END_S)
+            with suppress(TimeoutError):  # what is left after this is cancelled with its connection
+                async with asyncio.timeout(_LEG_END_S):
+                    await self._idle.wait()
 
     # ---- requests for workers
 
@@ -185,7 +189,7 @@ class Front:
                 raise Refusal(
                     408, "timeout_error", "bad-request", "the body did not come: send it faster"
                 ) from exc
-            except (web.PayloadAccessError, ValueError) as exc:
+            except (web.RequestPayloadError, ValueError) as exc:
                 raise Refusal(400, "invalid_request_error", "bad-request", "the body can't be read") from exc
             yield bytes(body)
         finally:
@@ -241,12 +245,13 @@ class Front:
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _unknown(self, request: web.Request) -> web.Response:
-        known = {kind.path for kind in Kind}
-        if request.path in known:
-            refusal = Refusal(405, "invalid_request_error", "bad-request", f"{request.path} takes POST")
-        else:
-            refusal = Refusal(404, "invalid_request_error", "bad-request", f"there is no such path: {request.path}")
-        return refusal.response()
+        if request.path in self._methods:
+            takes = self._methods[request.path]
+            response = Refusal(405, "invalid_request_error", "bad-request", f"{request.path} takes {takes}").response()
+            response.headers["Allow"] = takes
+            return response
+        text = f"there is no such path: {request.path}"
+        return Refusal(404, "invalid_request_error", "bad-request", text).response()
 
 
 def _milliseconds(request: web.Request, name: str) -> float | None:

@@ -8,16 +8,19 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import aiohttp
 import msgspec
 
+from kvproxy.breaker import counts_as_failure
 from kvproxy.legs import Answer, Wires
 from kvproxy.types import Role
 from kvproxy.workers import Fleet
 
 _BELIEVED_S = 30.0
 _LIMIT_S = 2.0
+_ALL_S = 10.0
 _NAMES_S = 0.5  # requests wait for it
 _BYTES_MAX = 4 << 20
 
@@ -46,13 +49,15 @@ class Models:
         self._asking = asyncio.Lock()
 
     async def listed(self, headers: dict[str, str]) -> Answer | None:
-        """Return a worker's answer to /v1/models, D's first; None if none answers."""
-        for role in (Role.DECODE, Role.PREFILL):
-            for view in self._fleet.usable(role, {}):
-                try:
-                    return await self._wires.get(f"{view.key}/v1/models", _LIMIT_S, headers, _BYTES_MAX)
-                except (TimeoutError, aiohttp.ClientError, OSError):
-                    continue
+        """Return a worker's answer to /v1/models, D's first; None if none answers, however many there are."""
+        views = [view for role in (Role.DECODE, Role.PREFILL) for view in self._fleet.usable(role, {})]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ALL_S):
+                for view in views:
+                    with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+                        answer = await self._wires.get(f"{view.key}/v1/models", _LIMIT_S, headers, _BYTES_MAX)
+                        if not counts_as_failure(answer.status):
+                            return answer
         return None
 
     async def names_of(self, model: str) -> tuple[str, ...] | None:

@@ -65,7 +65,7 @@ def tokenizer_for(settings: Settings, fleet: Fleet, wires: Wires, metrics: Metri
         return _Asking(settings, fleet, wires, metrics)
     if settings.tokenizer == "off":
         return _Given()
-    return _Local(Path(settings.tokenizer), metrics)
+    return _Local(Path(settings.tokenizer), settings.tokenize_s, metrics)
 
 
 class _Given:
@@ -144,8 +144,9 @@ class _Asking(_Given):
 class _Local(_Given):
     """Has the tokenizer; for completions, since the template of chats is the worker's."""
 
-    def __init__(self, directory: Path, metrics: Metrics) -> None:
+    def __init__(self, directory: Path, limit_s: float, metrics: Metrics) -> None:
         self._encode = _encoder(directory)
+        self._limit_s = limit_s
         self._metrics = metrics
 
     async def tokens_of(self, ask: Ask, headers: CIMultiDict[str]) -> list[Sequence[int]] | None:
@@ -154,10 +155,16 @@ class _Local(_Given):
         if not ask.hashable or ask.kind is Kind.CHAT or "add_special_tokens" in ask.members:
             return None
         loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        began_s, outcome = loop.time(), "timeout"
         texts = [prompt for prompt in ask.prompts if isinstance(prompt, str)]
-        encoded = iter(await loop.run_in_executor(None, self._encode, texts))
-        self._metrics.tokenized("ok", loop.time() - began_s)
+        try:
+            async with asyncio.timeout(self._limit_s):  # the thread goes on to its end, and nobody waits for it
+                encoded = iter(await loop.run_in_executor(None, self._encode, texts))
+            outcome = "ok"
+        except TimeoutError:
+            return None
+        finally:
+            self._metrics.tokenized(outcome, loop.time() - began_s)
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in ask.prompts] or None
 
 

@@ -276,6 +276,19 @@ async def test_a_header_with_a_line_break_splits_nothing() -> None:
         assert not d.seen
 
 
+@pytest.mark.parametrize("name", ["Authorization", "X-Session-Id", "X-Request-Id", "X-Any"])
+@on_loop
+async def test_a_header_that_is_no_text_stops_nothing(name: str) -> None:
+    async with StubWorker(Role.PREFILL) as p, StubWorker(Role.DECODE) as d, proxy(p, d) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{name}: ".encode()
+        writer.write(head + b"a\xff\xfe\r\nContent-Length: %d\r\n\r\n%s" % (len(RAW), RAW))
+        assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
+        await writer.wait_closed()
+        assert len(p.seen) == len(d.seen) == 1
+
+
 @on_loop
 async def test_two_framings_at_once_are_refused() -> None:
     async with StubWorker(Role.DECODE) as d, proxy(d) as served:
@@ -391,11 +404,12 @@ async def test_paths_of_the_proxy_s_own() -> None:
         for method, path, status in [
             ("GET", "/healthz", 200), ("GET", "/readyz", 200), ("GET", "/metrics", 200), ("GET", "/v1/models", 200),
             ("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404), ("GET", "/", 404),
-            ("GET", "/workers", 404),
+            ("GET", "/workers", 404), ("OPTIONS", "/v1/completions", 405),
         ]:  # fmt: skip
             async with http.request(method, path) as answer:
                 assert answer.status == status, path
                 text = await answer.text()
+                assert answer.headers.get("Allow") == ("POST" if status == 405 else None)
                 if status >= 400:
                     error_of(text)
                 elif path == "/v1/models":
@@ -419,6 +433,9 @@ async def test_models_come_from_whoever_answers() -> None:
         proxy(p, d) as served,
         client(served) as http,
     ):
+        d.behaviour = Behaviour(status=500)
+        async with http.get("/v1/models") as answer:
+            assert answer.status == 200
         await d.refuse()
         async with http.get("/v1/models") as answer:
             assert answer.status == 200

@@ -19,7 +19,7 @@ ASKS_FOR_MORE: dict[str, Any] = {
     "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 500, "max_completion_tokens": 400,
     "min_tokens": 7, "n": 3, "best_of": 4, "stop": ["\n"], "stop_token_ids": [1], "logprobs": 5, "top_logprobs": 5,
     "echo": True, "prompt_logprobs": 1, "ignore_eos": True, "use_beam_search": True, "seed": 4, "suffix": "x",
-    "response_format": {"type": "json_object"}, "include_stop_str_in_output": True,
+    "response_format": {"type": "json_object"}, "include_stop_str_in_output": True, "return_token_ids": True,
 }  # fmt: skip
 
 
@@ -35,6 +35,13 @@ def test_p_is_asked_for_one_token_at_once_and_nothing_else_of_the_answer(kind: K
     copy = json.loads(for_prefill(read(kind, raw({**body, **ASKS_FOR_MORE}))))
     limits = {"max_tokens": 1} if kind is Kind.COMPLETIONS else {"max_tokens": 1, "max_completion_tokens": 1}
     assert copy == {**body, "stream": False, **limits}
+
+
+@pytest.mark.parametrize("written", [b'"\xff"', b"1e999", b"null"])
+def test_a_choice_of_tools_that_nobody_can_read_stops_nothing(written: bytes) -> None:
+    body = b'{"messages": [], "tool_choice": ' + written + b"}"
+    copy = json.loads(for_prefill(read(Kind.CHAT, body)))
+    assert copy["tool_choice"] == (None if written == b"null" else "none")
 
 
 def test_what_is_not_known_passes_to_p_as_it_was_written() -> None:
