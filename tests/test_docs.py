@@ -24,7 +24,7 @@ from kvstore.block import Namespace
 from kvstore.checksum import checksum
 from kvstore.errors import NotPermitted
 from kvstored.arguments import parse
-from kvstored.options import OPTIONS, VARIABLE_PREFIX
+from kvstored.options import OPTIONS, TABLE, VARIABLE_PREFIX
 from tests import documents, product
 from tests.daemon_fixture import running
 from tests.documents import DOCS, Code, code_of, plain, table_of
@@ -262,7 +262,7 @@ def _kvctl_help(*words: str) -> str:
 def flags() -> dict[str, set[str]]:
     """Return the flags of each command that the documents may name, a verb of kvctl being a command."""
     known = {
-        "kvstored": _flags(_help(lambda: parse(["--help"]))),
+        "kvstored": _flags(_help(lambda: parse(["--help"], TABLE))),
         "kvproxy": _flags(_help(lambda: parse(["--help"], PROXY_TABLE))),
     }
     overview = _kvctl_help()

@@ -40,9 +40,9 @@ PROXYS_SHARE_OF_THE_DAEMON = {
     "kvstored.arguments",
     "kvstored.logs",
     "kvstored.notify",
-    "kvstored.options",
     "kvstored.readers",
     "kvstored.sources",
+    "kvstored.tables",
 }
 
 # The core from the ground up: a module imports its own floor and those below. One that isn't listed stands

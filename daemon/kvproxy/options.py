@@ -1,12 +1,12 @@
 """Every setting of the proxy: its names, its reader, its default, and what it is for, in one table.
 
 Invariants
-1. A setting has one key. The flag is --KEY, the variable KVPROXY_KEY with underscores, the file's key KEY.
-2. RTP-LLM's names stand behind our own variables and before the file; a value that loses is still read.
+1. RTP-LLM's names stand behind our own variables and before the file; a value that loses is still read.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -15,10 +15,11 @@ from kvclient.rtp import ALIASES as RTP_ALIASES
 from kvproxy.types import Endpoint, Role
 from kvstore.errors import BadSetting
 from kvstored import readers
-from kvstored.options import Alias, Option, Table
 from kvstored.readers import choice, duration, integer, size
+from kvstored.tables import Alias, Option, Table
 
 PREFIX = "KVPROXY_"
+_option = functools.partial(Option, prefix=PREFIX)
 TIER_SPEEDS = {"gpu": 4e6, "cpu": 400e3, "ssd": 60e3, "remote": 20e3}
 
 
@@ -79,12 +80,6 @@ def read_text(given: Any) -> str:
     if not isinstance(given, (str, int)) or isinstance(given, bool) or len(str(given)) > 4096:
         raise BadSetting(f"{given!r} is no text: write up to 4096 characters")
     return str(given)
-
-
-def _option(
-    key: str, metavar: str, read: Callable[[Any], Any], summary: str, default: Any = None, **more: Any
-) -> Option:
-    return Option(key, metavar, read, summary, default, prefix=PREFIX, **more)
 
 
 OPTIONS = (

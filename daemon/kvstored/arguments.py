@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import kvstore
-from kvstored.options import TABLE, Table
 from kvstored.sources import Fault, nearest
+from kvstored.tables import Table
 
 _EPILOG = """\
 Each flag is also a variable (--{key}: {variable}, entries of repeated ones separated by ;) and a key of the
@@ -30,7 +30,7 @@ class Arguments:
     faults: tuple[Fault, ...]
 
 
-def parse(argv: Sequence[str], table: Table = TABLE) -> Arguments:
+def parse(argv: Sequence[str], table: Table) -> Arguments:
     """Return what `argv` says. --help and --version print and raise SystemExit(0)."""
     parser = _parser(table)
     faults: list[Fault] = []
@@ -57,7 +57,7 @@ def _unknown(words: Sequence[str], table: Table) -> list[Fault]:
     for word in words:
         if word.startswith("-"):
             name = word.split("=")[0]
-            hint = nearest(name.lstrip("-"), table.by_key, "--", table.command)
+            hint = nearest(name.lstrip("-"), table.by_key, table.command, "--")
             faults.append(Fault(name, None, "flag", f"there is no such flag: {hint}"))
             takes_next = "=" not in word
         elif takes_next:  # most likely the value of the flag before

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.units import format_duration, format_size
-from kvstored.options import OPTIONS, Option
+from kvstored.options import OPTIONS
 from kvstored.readers import Principals
 from kvstored.remote.opening import shown
+from kvstored.tables import Option
 
 DEFAULT_TENANT = "default"
 

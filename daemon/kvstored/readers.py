@@ -18,7 +18,6 @@ from typing import Any, cast
 
 from kvstore.errors import BadSetting
 from kvstore.units import parse_duration, parse_size, parse_whole
-from kvstored.remote.opening import check_url
 
 TIERS = ("gpu", "cpu", "ssd", "remote")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -62,13 +61,6 @@ def read_tiers(given: Any) -> tuple[str, ...]:
         if named.count(name) > 1:
             raise BadSetting(f"the tier {name} is named twice: name it once")
     return tuple(tier for tier in TIERS if tier in named)
-
-
-def read_remote(given: Any) -> str:
-    """Return the URL of a remote store."""
-    if not isinstance(given, str):
-        raise BadSetting(f"{given!r} is no URL: write one such as s3://bucket/prefix")
-    return check_url(given.strip())
 
 
 def read_writer(given: Any) -> str:

@@ -23,7 +23,7 @@ from kvstore.paths import (
 from kvstore.units import describe_size
 from kvstored.config import DEFAULT_TENANT, Settings, field_of
 from kvstored.host import Filesystem, Host
-from kvstored.options import OPTIONS
+from kvstored.options import OPTIONS, TABLE
 from kvstored.readers import TIERS, Principals
 from kvstored.remote.opening import default_writer
 from kvstored.sources import Fault, Given, gather
@@ -72,7 +72,7 @@ def resolve(
 
     `flags` maps keys to text as written; `faults` are those of the command line itself, to be told with the others.
     """
-    resolver = _Resolver(gather(flags, environ, config), environ, host or Host())
+    resolver = _Resolver(gather(flags, environ, config, TABLE), environ, host or Host())
     resolver.faults[:0] = faults
     return resolver.resolve()
 

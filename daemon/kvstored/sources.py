@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import BadSetting
-from kvstored.options import TABLE, Alias, Table
+from kvstored.tables import Alias, Table
 
 _FILE_BYTES_MAX = 1 << 20
 # Kubernetes sets these in every pod of a namespace that has a service called like the command.
@@ -42,7 +42,7 @@ class Fault:
 class Given:
     """What was given: for each key its value as read, its value as written and its source."""
 
-    table: Table = TABLE
+    table: Table
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     written: dict[str, Any] = field(default_factory=dict[str, Any])
     sources: dict[str, str] = field(default_factory=dict[str, str])
@@ -62,7 +62,7 @@ class Given:
 
 
 def gather(
-    flags: Mapping[str, Any], environ: Mapping[str, str], config: Path | None, table: Table = TABLE
+    flags: Mapping[str, Any], environ: Mapping[str, str], config: Path | None, table: Table
 ) -> Given:
     """Return what flags, variables and the file give. `config` is the file that --config names."""
     given = Given(table)
@@ -78,7 +78,7 @@ def gather(
     return given
 
 
-def nearest(key: str, known: Iterable[str], prefix: str = "", command: str = TABLE.command) -> str:
+def nearest(key: str, known: Iterable[str], command: str, prefix: str = "") -> str:
     """Return a hint at the existing key that `key` was probably meant to be."""
     close = difflib.get_close_matches(key, list(known), n=1)
     return f"did you mean {prefix}{close[0]}?" if close else f"{command} --help lists what there is"
@@ -97,7 +97,7 @@ def _take_variables(given: Given, environ: Mapping[str, str]) -> None:
             parts: Any = [part for part in text.split(";") if part.strip()] if option.repeated else text
             given.take(option.key, parts, source)
         elif not _SERVICE_LINK.match(variable.removeprefix(table.prefix)):
-            hint = nearest(variable, by_variable, command=table.command)
+            hint = nearest(variable, by_variable, table.command)
             given.faults.append(Fault(variable, text, "environment", f"there is no such setting: {hint}"))
     for alias in table.aliases:  # behind our own names, which therefore go first
         if text := environ.get(alias.variable, "").strip():
@@ -133,5 +133,5 @@ def _take_file(given: Given, path: Path, source: str) -> None:
         if key in given.table.by_key:
             given.take(key, written, f"file {path}")
         else:
-            hint = nearest(key.replace("_", "-"), given.table.by_key, command=given.table.command)
+            hint = nearest(key.replace("_", "-"), given.table.by_key, given.table.command)
             given.faults.append(Fault(key, written, f"file {path}", f"there is no such setting: {hint}"))

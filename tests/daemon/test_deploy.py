@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.wire import MISS_REASONS
-from kvstored.options import OPTIONS
+from kvstored.options import OPTIONS, TABLE
 from kvstored.sources import gather
 from tests.daemon.report import exposed, full_report
 from tests.product import ROOT
@@ -53,7 +53,7 @@ def test_commented_settings_of_the_example_exist_and_are_not_the_defaults(short_
     active = re.sub(r"(?m)^# (?=[a-z-]+ = )", "", EXAMPLE.read_text())
     path = short_dir / "all.toml"
     path.write_text(active)
-    given = gather({}, {}, path)
+    given = gather({}, {}, path, TABLE)
     assert given.faults == []
     for option in OPTIONS:
         if option.default is not None and option.key in given.values and f"# {option.key} = " in EXAMPLE.read_text():

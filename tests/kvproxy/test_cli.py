@@ -194,3 +194,4 @@ def test_the_proxy_loads_no_engine_and_no_store() -> None:
     assert "kvproxy.app" in loaded
     heavy = {"lmdb", "obstore", "redis", "torch", "numpy", "transformers", "tokenizers", "kvstore.store"}
     assert not heavy & loaded
+    assert not {name for name in loaded if name.startswith("kvstored.remote") or name == "kvstored.options"}
