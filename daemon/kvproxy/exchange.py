@@ -169,8 +169,11 @@ class Exchange:
                 break
             view = balance.choose_prefill(views, self._parts.draw, session=self._session)
             tried.add(view.key)
+            # Those that may still be tried share the time that is left: one that hangs leaves the next its part.
+            turns = min(len(views), settings.prefill_retries + 2 - len(tried))
+            limit_s = max(0.0, ends_s - self._loop.time()) / turns
             try:
-                return await self._prefill_at(self._parts.fleet.worker(Role.PREFILL, view.key), ends_s)
+                return await self._prefill_at(self._parts.fleet.worker(Role.PREFILL, view.key), limit_s)
             except LegFailed as exc:
                 self._give_up_at_deadline(exc)
                 may = len(tried) <= settings.prefill_retries and self._loop.time() < min(retry_ends_s, ends_s)
@@ -178,15 +181,16 @@ class Exchange:
                     break
         raise PrefillLost(self._decide(without_prefill=True))
 
-    async def _prefill_at(self, worker: Worker, ends_s: float) -> Prefilled:
+    async def _prefill_at(self, worker: Worker, limit_s: float) -> Prefilled:
         parts, settings = self._parts, self._parts.settings
         errand = Errand(
             self._ask.kind.path,
             bodies.for_prefill(self._ask),
             self._headers,
             self._deadline_s,
-            first_byte_s=max(0.0, ends_s - self._loop.time()),
+            first_byte_s=limit_s,
             stall_s=settings.stall_s,
+            whole_s=limit_s,
             tokens=self._to_compute,
         )
         is_alone = not worker.requests  # else its time is also that of others
@@ -199,7 +203,7 @@ class Exchange:
             answer = await leg.rest(settings.answer_bytes_max)
             try:
                 transfer = _transfers.decode(answer).kv_transfer_params or {}
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, RecursionError):
                 raise leg.unfit("the prefill worker's answer is no completion") from None
             leg.good()
             if is_alone:

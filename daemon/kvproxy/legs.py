@@ -16,6 +16,7 @@ import asyncio
 import enum
 import io
 import logging
+import math
 from collections.abc import Awaitable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class Wires:
 
     def __init__(self, settings: Settings) -> None:
         self._timeout = aiohttp.ClientTimeout(
-            total=None, connect=None, sock_connect=settings.connect_s, sock_read=None
+            total=None, connect=settings.connect_s, sock_connect=settings.connect_s, sock_read=None
         )
         self._kept: aiohttp.ClientSession | None = None
         self._new: aiohttp.ClientSession | None = None
@@ -158,7 +159,10 @@ async def read_up_to(response: aiohttp.ClientResponse, limit_bytes: int) -> byte
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """What a leg is to do: where to, with what, by when, and what it weighs: tokens to compute, blocks to hold."""
+    """What a leg is to do: where to, with what, by when, and what it weighs: tokens to compute, blocks to hold.
+
+    `first_byte_s` and `whole_s` are counted from its beginning, `stall_s` from what came last.
+    """
 
     path: str
     body: bytes
@@ -166,6 +170,7 @@ class Errand:
     deadline_s: float  # on the loop's clock
     first_byte_s: float
     stall_s: float
+    whole_s: float = math.inf
     tokens: int = 0
     blocks: int = 0
 
@@ -188,6 +193,8 @@ class Leg:
         self._quiet_since_s: float | None = None
         self._lost: str | None = None
         self._began_s = self._loop.time()
+        self._first_by_s = self._began_s + errand.first_byte_s
+        self._whole_by_s = self._began_s + errand.whole_s
         self._outcome = "cancelled"
 
     async def __aenter__(self) -> Leg:
@@ -236,7 +243,7 @@ class Leg:
         """
         try:
             self._response = await self._sent()
-            self.first = await self._hear(self._response.content.readany(), self._errand.first_byte_s)
+            self.first = await self._hear(self._response.content.readany(), self._first_by_s)
             if counts_as_failure(self.status):
                 raise LegFailed(Fault.STATUS, f"the worker answered {self.status}", await self._whole())
         except LegFailed as exc:
@@ -257,7 +264,7 @@ class Leg:
         """
         assert self._response is not None
         try:
-            return await self._hear(self._response.content.readany(), self._errand.stall_s)
+            return await self._hear(self._response.content.readany(), self._loop.time() + self._errand.stall_s)
         except LegFailed as exc:
             self._fail(exc)
             raise
@@ -303,13 +310,13 @@ class Leg:
         url = self.worker.endpoint.url + errand.path
         try:
             posted = self._wires.post(url, errand.body, errand.headers, told=self)
-            return await self._hear(posted, errand.first_byte_s)
+            return await self._hear(posted, self._first_by_s)
         except LegFailed as exc:
             if exc.fault is not Fault.BROKEN or not self.reused or self.elapsed_s > _STALE_S:
                 raise
         self._metrics.retried(self.worker.endpoint.role, "stale-connection")
         posted = self._wires.post(url, errand.body, errand.headers, new=True)
-        return await self._hear(posted, errand.first_byte_s)
+        return await self._hear(posted, self._first_by_s)
 
     async def _whole(self) -> Answer:
         """Return what a worker says of its failure, as far as it comes soon."""
@@ -323,10 +330,10 @@ class Leg:
             pass
         return Answer(self.status, self.headers, bytes(body))
 
-    async def _hear(self, waiting: Awaitable[T], limit_s: float) -> T:
+    async def _hear(self, waiting: Awaitable[T], until_s: float) -> T:
         """Return what `waiting` gives, or fail with what kept it from coming."""
         now_s = self._loop.time()
-        ends_s = min(self._errand.deadline_s, now_s + limit_s) if self._lost is None else now_s
+        ends_s = min(self._errand.deadline_s, self._whole_by_s, until_s) if self._lost is None else now_s
         self._quiet_since_s = now_s
         try:
             async with asyncio.timeout_at(ends_s) as self._scope:
@@ -334,7 +341,7 @@ class Leg:
         except aiohttp.ConnectionTimeoutError as exc:
             raise LegFailed(Fault.GONE, "the worker can't be connected to in time") from exc
         except TimeoutError as exc:
-            raise self._silent(limit_s) from exc
+            raise self._silent(now_s) from exc
         except aiohttp.ClientConnectorError as exc:
             raise LegFailed(Fault.GONE, "the worker can't be connected to") from exc
         except (aiohttp.ClientError, OSError) as exc:
@@ -342,12 +349,12 @@ class Leg:
         finally:
             self._quiet_since_s = self._scope = None
 
-    def _silent(self, limit_s: float) -> LegFailed:
+    def _silent(self, since_s: float) -> LegFailed:
         if self._lost is not None:
             return LegFailed(Fault.LOST, self._lost)
         if self._loop.time() >= self._errand.deadline_s:
             return LegFailed(Fault.DEADLINE, "the request's deadline is over")
-        return LegFailed(Fault.TIMEOUT, f"the worker said nothing for {limit_s:g} s")
+        return LegFailed(Fault.TIMEOUT, f"the worker said nothing for {self._loop.time() - since_s:.3g} s")
 
     def _fail(self, exc: LegFailed) -> None:
         endpoint = self.worker.endpoint

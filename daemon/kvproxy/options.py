@@ -140,7 +140,7 @@ OPTIONS = (
     ),
     _option(
         "prefill-wait", "DURATION", duration(0, 86400),
-        "how long a request may wait for P; 0: until the deadline", "10m",
+        "how long a request may wait for all P that it tries; 0: until the deadline", "4m",
     ),
     _option(
         "decode-retries", "N", integer(0, 1_000_000),

@@ -38,7 +38,7 @@ class Settings:
     on_prefill_loss: str = "plain"
     prefill_retries: int = 1
     prefill_retry_s: float = 0.0
-    prefill_wait_s: float = 600.0
+    prefill_wait_s: float = 240.0
     decode_retries: int = 1
     decode_retry_s: float = 0.0
     deadline_s: float = 600.0

@@ -127,6 +127,30 @@ async def test_what_fails_before_the_first_byte_is_done_by_another_once(role: Ro
         assert len(bad.seen) == (0 if behaviour is None else 1)
 
 
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("hanging", [Behaviour(hangs=True), Behaviour(ending=Ending.SILENT)])
+@on_loop
+async def test_a_p_that_hangs_and_answers_health_leaves_the_next_one_its_part_of_the_time(
+    hanging: Behaviour, others: int
+) -> None:
+    async with (
+        StubWorker(Role.PREFILL, hanging) as p,
+        StubWorker(Role.PREFILL) as other,
+        StubWorker(Role.DECODE) as d,
+        proxy(*(p, d, other)[: 2 + others], prefill_wait="2s") as served,
+        client(served) as http,
+    ):
+        if others:
+            served.fleet.worker(Role.PREFILL, other.url).pending_tokens = 1_000_000
+        async with http.post("/v1/completions", json=ASK) as answer:
+            assert answer.status == 200
+        assert len(p.seen) == 1
+        assert len(other.seen) == others
+        assert len(d.seen) == 1
+        if others:
+            served.fleet.worker(Role.PREFILL, other.url).pending_tokens -= 1_000_000
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @on_loop
 async def test_a_d_that_is_silent_and_whose_health_is_too_is_given_up_for_another(stream: bool) -> None:
