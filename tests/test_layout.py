@@ -38,6 +38,7 @@ CLIENTS_SHARE_OF_THE_CORE = {
 # What every service needs: how it is told its settings, how it logs, how it talks to systemd.
 PROXYS_SHARE_OF_THE_DAEMON = {
     "kvstored.arguments",
+    "kvstored.listening",
     "kvstored.logs",
     "kvstored.notify",
     "kvstored.readers",

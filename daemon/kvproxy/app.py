@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import logging
 import os
 import random
-import socket
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from kvclient import AsyncClient
 from kvproxy import admin
@@ -35,11 +31,10 @@ from kvproxy.store import StoreView
 from kvproxy.tokens import tokenizer_for
 from kvproxy.types import Policy, Role
 from kvproxy.workers import Fleet
-from kvstore.errors import BadSetting, UnavailableError
-from kvstored.logs import fields
+from kvstore.errors import BadSetting
+from kvstored.listening import quiet_logger, serving
 
-log = logging.getLogger("kvproxy.app")
-http_log = logging.getLogger("kvproxy.http")
+http_log = quiet_logger("kvproxy.http")
 
 RETRY_AFTER_S = 2.0
 _CLOSE_S = 2.0
@@ -98,7 +93,7 @@ async def running(settings: Settings) -> AsyncGenerator[Served, None]:
         stack.push_async_callback(_ended, watching)
         admin_url = await _admin(settings, fleet, stack)
         url = await stack.enter_async_context(
-            listening(front.application(), settings.listen, settings.connections_max, "listen")
+            _served(front.application(), settings.listen, settings.connections_max, "listen")
         )
         try:
             yield Served(url, admin_url, fleet, queue, metrics, watching)
@@ -141,11 +136,11 @@ async def _admin(settings: Settings, fleet: Fleet, stack: contextlib.AsyncExitSt
     if token is None:
         raise BadSetting("admin: the port needs a token: give --admin-token-file FILE")
     application = admin.application(fleet, token)
-    return await stack.enter_async_context(listening(application, settings.admin, _ADMIN_CONNECTIONS_MAX, "admin"))
+    return await stack.enter_async_context(_served(application, settings.admin, _ADMIN_CONNECTIONS_MAX, "admin"))
 
 
 @contextlib.asynccontextmanager
-async def listening(
+async def _served(
     application: web.Application, address: tuple[str, int], connections_max: int, key: str
 ) -> AsyncGenerator[str, None]:
     """Serve an application inside the block; gives the URL bound, which names the port chosen for port 0."""
@@ -158,72 +153,8 @@ async def listening(
         auto_decompress=False,
         logger=http_log,
     )
-    await runner.setup()
-    try:
-        with await _bound(address, key) as listener:
-            server = await asyncio.get_running_loop().create_server(_bounded(runner, connections_max), sock=listener)
-            try:
-                host, port = listener.getsockname()[:2]
-                yield f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
-            finally:
-                server.close()
-    finally:
-        await runner.cleanup()
-
-
-def _bounded(runner: web.AppRunner, connections_max: int) -> Callable[[], asyncio.BaseProtocol]:
-    server = runner.server
-    assert server is not None  # set up just before
-
-    def accept() -> asyncio.BaseProtocol:
-        return _Refuse() if len(server.connections) >= connections_max else server()
-
-    return accept
-
-
-class _NoBytes(logging.Filter):
-    """Keeps what clients send out of the log: aiohttp tells each malformed request as an error, with its bytes."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        raised = record.exc_info[1] if record.exc_info else None
-        if not isinstance(raised, HttpProcessingError):
-            return True
-        log.debug("a request is malformed", extra=fields(kind=type(raised).__name__))
-        return False
-
-
-http_log.addFilter(_NoBytes())
-
-
-class _Refuse(asyncio.Protocol):
-    """Closes the connection at once."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
-
-
-async def _bound(address: tuple[str, int], key: str) -> socket.socket:
-    host, port = address
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, target = found[0]
-        listener = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
-    except OSError as exc:
-        raise BadSetting(f"{key}: {host} is no address of this machine ({exc.strerror}): choose another") from exc
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(1024)
-        listener.setblocking(False)
-    except OSError as exc:
-        listener.close()
-        text = f"{key}: {host}:{port} can't be bound ({os.strerror(exc.errno or 0)})"
-        if exc.errno == errno.EADDRINUSE:
-            raise UnavailableError(f"{text}: stop what listens there (ss -ltnp), or choose another --{key}") from exc
-        raise BadSetting(f"{text}: write an address of this machine and a port above 1023") from exc
-    return listener
+    async with serving(runner, address, key, connections_max) as bound:
+        yield f"http://{bound}"
 
 
 async def _ended(task: asyncio.Future[None]) -> None:

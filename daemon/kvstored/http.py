@@ -7,23 +7,21 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
-import errno
-import os
-import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
 
-from kvstore.errors import BadSetting, UnavailableError
+from kvstored.listening import quiet_logger, serving
 from kvstored.metrics import CONTENT_TYPE, Exposition
 from kvstored.readers import read_address
 
 CONNECTIONS_MAX = 64
 _IDLE_S = 15.0
 _CLOSE_S = 1.0
+
+http_log = quiet_logger("kvstored.http")
 
 
 @asynccontextmanager
@@ -42,21 +40,17 @@ async def listening(
     UnavailableError
         Something else listens there.
     """
-    application = _application(stats, unready)
+    parsed = read_address(address)
+    assert parsed is not None  # "off" is not an address to listen at
     runner = web.AppRunner(
-        application, access_log=None, keepalive_timeout=_IDLE_S, shutdown_timeout=_CLOSE_S
+        _application(stats, unready),
+        access_log=None,
+        keepalive_timeout=_IDLE_S,
+        shutdown_timeout=_CLOSE_S,
+        logger=http_log,
     )
-    await runner.setup()
-    try:
-        bound = await _bind(address)
-        with bound:
-            server = await asyncio.get_running_loop().create_server(_bounded(runner), sock=bound)
-            try:
-                yield _shown(bound)
-            finally:
-                server.close()
-    finally:
-        await runner.cleanup()
+    async with serving(runner, parsed, "http", CONNECTIONS_MAX) as bound:
+        yield bound
 
 
 def _application(
@@ -83,60 +77,3 @@ def _application(
     application.router.add_get("/healthz", healthz)
     application.router.add_get("/readyz", readyz)
     return application
-
-
-def _bounded(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
-    server = runner.server
-    assert server is not None  # set up just before
-
-    def accept() -> asyncio.BaseProtocol:
-        return _Refuse() if len(server.connections) >= CONNECTIONS_MAX else server()
-
-    return accept
-
-
-class _Refuse(asyncio.Protocol):
-    """Closes the connection at once."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
-
-
-async def _bind(address: str) -> socket.socket:
-    parsed = read_address(address)
-    assert parsed is not None  # "off" is not an address to listen at
-    host, port = parsed
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except OSError as exc:
-        raise BadSetting(
-            f"http = {address!r}: {host} can't be resolved ({exc}): write an address of this machine"
-        ) from exc
-    family, kind, protocol, _, target = found[0]
-    bound = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        bound.bind(target)
-        bound.listen(CONNECTIONS_MAX)
-        bound.setblocking(False)
-    except OSError as exc:
-        bound.close()
-        if exc.errno == errno.EADDRINUSE:
-            raise UnavailableError(
-                f"http = {address!r}: port {port} is taken: stop what listens there (ss -ltnp), or choose "
-                "another --http HOST:PORT"
-            ) from exc
-        raise BadSetting(
-            f"http = {address!r} can't be bound ({os.strerror(exc.errno or 0)}): write an address of this machine "
-            "and a port above 1023"
-        ) from exc
-    return bound
-
-
-def _shown(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
-    return f"[{host}]:{port}" if bound.family == socket.AF_INET6 else f"{host}:{port}"

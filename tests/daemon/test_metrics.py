@@ -181,7 +181,23 @@ def test_port_that_is_taken_is_named_with_the_fix() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("address", ["192.0.2.1:0", "no-such-host.invalid:0"])
+def test_what_a_malformed_request_holds_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with served(Daemon()) as url:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(b"GET /metrics HTTP/1.1\r\nAuthorization: Bearer s3cret\x00\r\nHost a\r\n\r\n")
+            assert b" 400 " in await reader.readline()
+            writer.close()
+            await writer.wait_closed()
+
+    with caplog.at_level("DEBUG"):
+        asyncio.run(run())
+    assert "a request is malformed" in caplog.text
+    assert "s3cret" not in caplog.text
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:0", "no-such-host.invalid:0", f"{'x' * 64}.invalid:0"])
 def test_address_of_another_machine_is_refused(address: str) -> None:
     async def run() -> None:
         with pytest.raises(BadSetting, match="of this machine"):

@@ -166,7 +166,7 @@ def test_an_address_that_is_taken_is_status_1_with_what_to_do(short_dir: Path) -
         port = taken.getsockname()[1]
         with kvproxy(log, "--decode", "http://127.0.0.1:9", "--listen", f"127.0.0.1:{port}") as process:
             assert process.wait(60) == 1
-    assert f"127.0.0.1:{port} can't be bound" in log.read_text()
+    assert f"listen = '127.0.0.1:{port}': port {port} is taken" in log.read_text()
     assert "Traceback" not in log.read_text()
 
 
