@@ -191,15 +191,15 @@ class RemoteReads:
     # ---- prefetch
 
     async def prefetch(self, tenancy: Tenancy, hashes: Sequence[bytes]) -> bytes:
-        """Start loading blocks from ssd and from remote; the outcomes are those of `Reads.prefetch`."""
+        """Start loading blocks from ssd and from remote; the outcomes, and how much is loaded, are as in `Reads`."""
         there = await self._find(tenancy, hashes, FIND_FOR_ACQUIRE_S_MAX)
         outcomes = bytearray(self._reads.prefetch(tenancy, hashes))
         wanted = [block_hash for block_hash in hashes if block_hash in there and block_hash not in tenancy.rows]
         del wanted[max(1, self._reads.limits.window_bytes // tenancy.slot_bytes) :]
         loads = dict(zip(wanted, self._remote_loads.load(tenancy, wanted), strict=True))
         for at, block_hash in enumerate(hashes):
-            if block_hash in loads and outcomes[at] == Outcome.ABSENT:
-                outcomes[at] = Outcome.NO_ROOM if loads[block_hash] is None else Outcome.HIT
+            if block_hash in there and outcomes[at] == Outcome.ABSENT:
+                outcomes[at] = Outcome.NO_ROOM if loads.get(block_hash) is None else Outcome.HIT
         self._remote_loads.done_with(list(loads.values()))
         return bytes(outcomes)
 

@@ -278,12 +278,15 @@ def test_readers_of_the_same_cold_blocks_share_one_load(node: Daemon) -> None:
 @on_file_and_redis
 def test_prefetch_and_budgets_reach_the_store(node: Daemon) -> None:
     with node.client() as client:
-        ns, hashes = cold(client, "ahead", 16)
-        assert client.lookup(ns, hashes, max_ms=10_000.0).hits == 16
+        ns, hashes = cold(client, "ahead", 6)
+        assert client.lookup(ns, hashes, max_ms=10_000.0).hits == 6
         told = client.lookup(ns, hashes, max_ms=0.0001)
         assert told.hits == 0
         assert set(told.outcomes) <= {Outcome.BUDGET, Outcome.ABSENT}
         found = client.ask(wire.Prefetch(client.next_id(), ns, [*hashes, *keys(1, "none")]), wire.Found)
-        assert list(found.outcomes) == HITS * 16 + [Outcome.ABSENT]
+        assert list(found.outcomes) == HITS * 6 + [Outcome.ABSENT]
         eventually(lambda: set(client.lookup(ns, hashes).tiers) == {2})
+        ns, hashes = cold(client, "more than a window", 100)
+        found = client.ask(wire.Prefetch(client.next_id(), ns, hashes), wire.Found)
+        assert set(found.outcomes) == {Outcome.HIT, Outcome.NO_ROOM}
         client.check(verify=True)
