@@ -112,7 +112,8 @@ class Service:
         )
 
     def _window_bytes(self, arena: Arena | None) -> int:
-        window_bytes = self._store.reads.limits.window_bytes
+        # Two of them fit in what one process may have open: who puts alone finds room for all of a window.
+        window_bytes = min(self._store.reads.limits.window_bytes, self._store.puts.limits.process_bytes // 2)
         return window_bytes if arena is None else min(window_bytes, arena.size_bytes // 4)
 
     # ---- namespaces
