@@ -301,11 +301,13 @@ class Plan:
         """Forget a request; return whether its pages are to be kept until its saves have ended.
 
         What it completed and could not yet save is saved with the next step, unless it was aborted: the last steps of a
-        request that ended by itself are known to be good.
+        request that ended by itself are known to be good. Its last token has no KV, and where drafts were rejected the
+        KV of another token is in that place.
         """
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return False
+        tracked.end = min(tracked.end, tracked.request.num_tokens - 1)
         late = None if aborted or not tracked.is_running else self._completed(tracked)
         if late is not None:
             self._late.append(late)

@@ -257,6 +257,21 @@ def test_what_a_request_could_not_save_before_its_end_is_saved_behind_it_unless_
         assert step.sending == ([] if aborted else ["r"])
 
 
+@pytest.mark.parametrize(("accepted", "blocks"), [(0, []), (1, [(b"r/1", 11)])])
+def test_of_a_request_that_ends_with_rejected_drafts_only_what_has_its_own_kv_is_saved(
+    accepted: int, blocks: list[tuple[bytes, int]]
+) -> None:
+    plan = Plan(BLOCK)
+    request = Prompt("r", 7)
+    admitted(plan, request)
+    plan.allocated("r", [10, 11, 12], 0)
+    step = plan.step([Scheduled("r", 0, 7 + 3, [10, 11, 12], replaces=True)])  # with three drafts
+    assert saved(step) == [(b"r/0", 10)]
+    request.grow(accepted + 1)
+    assert plan.finished("r", aborted=False)
+    assert saved(plan.step([])) == blocks
+
+
 def test_an_aborted_prompt_that_is_for_somebody_else_says_which_blocks_will_not_come() -> None:
     plan = Plan(BLOCK)
     request, own = Prompt("p", 22, max_tokens=1), Prompt("own", 22)
