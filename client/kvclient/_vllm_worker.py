@@ -9,7 +9,8 @@ Invariants
 1. A page is not read by a save after `begin` of a step that overwrites it: what has not begun is dropped, what has is
    waited for. (Each ends by its deadline.)
 2. A load that was begun is reported exactly once, its failed pages at that time at the latest.
-3. Only requests that the plan names are reported as sent, each once, when none of its saves is on its way.
+3. Only requests that the plan names are reported as sent, each once, when none of its saves is on its way or still to
+   be begun: with speculative decoding vLLM asks before it calls `save`.
 4. Pages on their way to the store are at most `QUEUE_SHARE` of all: what is over is not stored.
 5. Who waits for a block that was to be stored and was not is told that it will not come, as far as the daemon answers.
 """
@@ -158,6 +159,8 @@ class Worker:
 
     def transfers(self) -> tuple[set[str], set[str]]:
         """Return the requests whose saves have ended, of those whose pages are kept, and those whose load has ended."""
+        if self._plan.is_idle:
+            self.save()  # nothing is computed before it, and not all versions call it
         if self._plan.is_idle and (self._loading or self._sending):
             running: list[Future[Any]] = [future for _, future in self._loading.values()]
             running += [job.future for job in self._jobs]
@@ -166,7 +169,7 @@ class Worker:
         for request in received:
             self._failed.update(_not_loaded(*self._loading.pop(request)))
         self._jobs = [job for job in self._jobs if not job.future.done()]
-        busy = frozenset[str]().union(*(job.requests for job in self._jobs))
+        busy = frozenset[str]().union(*(some.requests for some in (*self._jobs, *self._batches)))
         sent = self._sending - busy
         self._sending -= sent
         return sent, received
@@ -179,7 +182,8 @@ class Worker:
     @property
     def done(self) -> int:
         """The last step up to which all saves have ended."""
-        return min((job.step - 1 for job in self._jobs if not job.future.done()), default=self._plan.number)
+        last = self._plan.number - 1 if self._batches else self._plan.number
+        return min((job.step - 1 for job in self._jobs if not job.future.done()), default=last)
 
     # ---- others
 

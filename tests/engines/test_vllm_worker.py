@@ -200,6 +200,48 @@ def test_a_request_s_pages_are_said_to_be_free_once_nothing_reads_them(daemon: D
     close(p)
 
 
+def test_pages_are_not_free_where_the_engine_asks_before_it_calls_save(daemon: Daemon) -> None:
+    p = engine(daemon.socket)
+    entered, release = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> None:
+        entered.set()
+        release.wait(30)
+
+    p.worker._storer.submit(slow)  # pyright: ignore[reportPrivateUsage]
+    assert entered.wait(30)
+    p.fill(1)
+    plan = StepPlan(0, saves=[transfer("r", "x", [1])], sending=["r"], is_idle=False)
+    p.worker.begin(plan)
+    assert p.worker.transfers()[0] == set()
+    assert p.worker.done == -1
+    p.worker.save()
+    p.number = 1
+    assert p.step()[0] == set()
+    assert p.worker.done == -1
+    release.set()
+    sent: set[str] = set()
+    ends_s = time.monotonic() + 30
+    while "r" not in sent:
+        assert time.monotonic() < ends_s
+        sent, _, _ = p.step()
+    assert p.load(transfer("q", "x", [2])) == set()
+    assert p.holds(2, 1)
+    close(p)
+
+
+def test_a_step_without_forward_pass_saves_also_where_the_engine_does_not_call_save(daemon: Daemon) -> None:
+    p = engine(daemon.socket)
+    p.fill(1)
+    p.worker.begin(StepPlan(0, saves=[transfer("r", "x", [1])], sending=["r"], settles=True))
+    sent, _ = p.worker.transfers()
+    assert sent == {"r"}
+    p.number = 1
+    assert p.load(transfer("q", "x", [2])) == set()
+    assert p.holds(2, 1)
+    close(p)
+
+
 def test_a_save_that_has_not_begun_is_dropped_where_its_pages_are_taken_away(daemon: Daemon) -> None:
     p = engine(daemon.socket)
     entered, release = threading.Event(), threading.Event()
