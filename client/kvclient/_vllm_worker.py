@@ -169,7 +169,8 @@ class Worker:
         for request in received:
             self._failed.update(_not_loaded(*self._loading.pop(request)))
         self._jobs = [job for job in self._jobs if not job.future.done()]
-        busy = frozenset[str]().union(*(some.requests for some in (*self._jobs, *self._batches)))
+        unfinished: list[_Job | _Batch] = [*self._jobs, *self._batches]
+        busy = frozenset[str]().union(*(some.requests for some in unfinished))
         sent = self._sending - busy
         self._sending -= sent
         return sent, received
