@@ -41,6 +41,7 @@ PROXYS_SHARE_OF_THE_DAEMON = {
     "kvstored.listening",
     "kvstored.logs",
     "kvstored.notify",
+    "kvstored.process",
     "kvstored.readers",
     "kvstored.sources",
     "kvstored.tables",

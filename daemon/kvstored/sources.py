@@ -37,6 +37,10 @@ class Fault:
         shown = "" if self.given is None else f" = {self.given!r}"
         return f"{self.key}{shown} ({self.source}): {self.problem}"
 
+    def report(self) -> dict[str, Any]:
+        """Return it for a program to read."""
+        return {"key": self.key, "given": self.given, "source": self.source, "problem": self.problem}
+
 
 @dataclass(slots=True)
 class Given:

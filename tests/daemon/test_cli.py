@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 # A daemon whose inside does nothing: it is ready at once and drains as its last argument says.
 STAND_IN = """
-import asyncio, sys, types
+import asyncio, dataclasses, sys, types
 how = sys.argv.pop()
 async def serve(settings, *, ready):
     if how == "fails":
@@ -42,7 +42,7 @@ app = types.ModuleType("kvstored.app")
 app.serve = serve
 sys.modules["kvstored.app"] = app
 from kvstored import cli
-cli._CLOSE_S = 0.1
+cli.COMMAND = dataclasses.replace(cli.COMMAND, close_s=0.1)
 sys.exit(cli.main())
 """
 

@@ -144,6 +144,16 @@ def test_a_second_signal_ends_it_at_once(short_dir: Path, worker: Gated) -> None
     assert "a second signal" in log.read_text()
 
 
+def test_a_hangup_without_a_terminal_changes_nothing_and_is_told(short_dir: Path) -> None:
+    log = short_dir / "log"
+    with kvproxy(log, "--decode", "http://127.0.0.1:9", "--drain-timeout", "0s") as process:
+        url_of(log, process)
+        process.send_signal(signal.SIGHUP)
+        eventually(lambda: "SIGHUP" in log.read_text(), "it is told")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
 def test_systemd_is_told_of_the_start_and_the_end(short_dir: Path) -> None:
     log = short_dir / "log"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:

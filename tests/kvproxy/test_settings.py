@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,12 @@ def test_what_is_printed_is_a_file_that_gives_the_same_settings(tmp_path: Path, 
     if explain:
         assert all(option.summary in file.read_text() for option in OPTIONS)
     tomllib.loads(file.read_text())
+
+
+def test_the_command_leaves_the_signals_of_who_called_it() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    assert main(["--check", "--decode", "http://127.0.0.1:9"]) == 0
+    assert signal.getsignal(signal.SIGHUP) == before
 
 
 def test_check_tells_settings_and_faults_with_the_status_that_belongs_to_them(
