@@ -38,7 +38,9 @@ _SERVER_ARGUMENTS = (
     "json_model_override_args",
     "torchao_config",
     "modelopt_quant",
+    "mm_process_config",
 )
+_ADAPTER = "adapter_config.json"
 _DRAFT_ARGUMENTS = ("speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision")
 T = TypeVar("T")
 
@@ -169,7 +171,7 @@ class Identity:
         Raises
         ------
         BadSetting
-            The model has no name, or its pages' keys would not tell adapters apart.
+            The model has no name, its pages' keys would not tell adapters apart, or nothing names an adapter's weights.
         """
         server = _server_arguments()
         model = settings.model or model_name
@@ -181,6 +183,11 @@ class Identity:
                 "or run without LoRA or without L3"
             )
         arguments = _given(server, _SERVER_ARGUMENTS)
+        scales = Path(arguments.get("quantization_param_path", ""))
+        if scales.is_file():
+            arguments["quantization_param_path"] = hashlib.sha256(scales.read_bytes()).hexdigest()
+        if adapters := _adapters(server):
+            arguments["adapters"] = adapters
         if getattr(server, "load_format", None) == "dummy":
             arguments["weights"] = "dummy"
         kv_cache_dtype = settings.kv_cache_dtype or arguments.get("kv_cache_dtype")
@@ -192,6 +199,32 @@ class Identity:
             arguments=arguments,
             draft=_given(server, _DRAFT_ARGUMENTS),
         )
+
+
+def _adapters(server: Any) -> str:
+    """Return what names the weights of the adapters that the server starts with, "" if there are none.
+
+    SGLang's page keys hold their names and paths, which stay the same when an adapter is trained anew. Adapters that
+    are loaded later have keys of their own each time.
+    """
+    given: Any = getattr(server, "lora_paths", None) or ()
+    found: list[str] = []
+    for item in given.values() if isinstance(given, Mapping) else given:
+        path: Any = getattr(item, "lora_path", item)
+        if isinstance(path, Mapping):
+            path = path["lora_path"]
+        elif path is item and "=" in item:
+            path = item.split("=", 1)[1]
+        files = Path(str(path))
+        cached = partial(_commit_in_cache, str(path), None, _ADAPTER)
+        revision = _revision_on_disk(files) if files.exists() else _attempt(cached)
+        if revision is None:
+            raise BadSetting(
+                f"nothing says which weights the adapter {path!r} has, and its pages could be mixed up with those of "
+                "others: give --lora-paths a directory"
+            )
+        found.append(f"{path} {revision}")
+    return "\n".join(sorted(found))
 
 
 def _given(server: Any, names: Sequence[str]) -> dict[str, str]:
@@ -235,9 +268,9 @@ def _revision_on_disk(path: Path) -> str:
     return f"on-disk:{digest.hexdigest()[:32]}"
 
 
-def _commit_in_cache(model: str, revision: str | None) -> str | None:
+def _commit_in_cache(model: str, revision: str | None, file: str = "config.json") -> str | None:
     hub = importlib.import_module("huggingface_hub")
-    found = hub.try_to_load_from_cache(model, "config.json", revision=revision)
+    found = hub.try_to_load_from_cache(model, file, revision=revision)
     return f"commit:{Path(found).parent.name}" if isinstance(found, str) and os.path.exists(found) else None
 
 

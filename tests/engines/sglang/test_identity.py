@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kvstore.errors import UsageError
 from tests.engines.sglang import pools
 from tests.engines.sglang.conftest import Attach
 from tests.engines.sglang.pools import Shape
@@ -131,6 +133,56 @@ def test_what_the_server_was_told_of_the_weights_keeps_pages_apart(
     assert attach(pool, salt=salt).exists(key)
     serve(monkeypatch, **{name: "another"})
     assert not attach(pool, salt=salt).exists(key)
+
+
+def test_scales_of_other_content_at_the_same_path_keep_pages_apart(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pool = pools.make(MHA)
+    salt = next(_salts)
+    (key,) = pools.keys([salt])
+    scales = tmp_path / "scales.json"
+    scales.write_text("1.0")
+    serve(monkeypatch, quantization_param_path=str(scales))
+    assert attach(pool, salt=salt).set(key, pools.content(pool, key))
+    assert attach(pool, salt=salt).exists(key)
+    scales.write_text("2.0")
+    assert not attach(pool, salt=salt).exists(key)
+
+
+@pytest.mark.parametrize("form", ["reference", "named", "path", "object", "mapping"])
+def test_an_adapter_that_is_trained_anew_in_its_directory_keeps_pages_apart(
+    form: str, attach: Attach, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sglang: str
+) -> None:
+    if sglang == "0.5.9":
+        pytest.skip("this version is refused with adapters")
+    pool = pools.make(MHA)
+    salt = next(_salts)
+    (key,) = pools.keys([salt])
+    weights, path = tmp_path / "adapter_model.safetensors", str(tmp_path)
+    weights.write_bytes(b"one")
+    given: dict[str, Any] = {
+        "reference": [SimpleNamespace(lora_name="a", lora_path=path)],
+        "named": [f"a={path}"],
+        "path": [path],
+        "object": [{"lora_name": "a", "lora_path": path}],
+        "mapping": {"a": path},
+    }
+    serve(monkeypatch, enable_lora=True, lora_paths=given[form])
+    assert attach(pool, salt=salt).set(key, pools.content(pool, key))
+    assert attach(pool, salt=salt).exists(key)
+    weights.write_bytes(b"another")
+    assert not attach(pool, salt=salt).exists(key)
+
+
+def test_an_adapter_whose_weights_nothing_names_is_refused(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, sglang: str
+) -> None:
+    if sglang == "0.5.9":
+        pytest.skip("this version is refused with adapters")
+    serve(monkeypatch, enable_lora=True, lora_paths=["nobody/has-this-adapter"])
+    with pytest.raises(UsageError, match="nothing says which weights the adapter"):
+        attach(pools.make(MHA))
 
 
 def test_both_kinds_of_fp8_are_kept_apart_where_sglang_stores_bytes(
