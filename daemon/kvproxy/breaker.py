@@ -1,19 +1,20 @@
 """Whether a worker is tried at all: one state table, fed with what became of each trial.
 
 Theory of operation. Whoever uses a worker begins a trial and settles it once. A worker that fails too often is left
-alone (OPEN) for a rest that doubles each time. When the rest is over (HALF_OPEN) one trial is let through as a probe;
-its outcome alone closes the circuit or opens it again.
+alone (OPEN) for a rest that doubles each time. When the rest is over (HALF_OPEN) trials are let through as probes, one
+at a time; the first outcome of one closes the circuit or opens it again. A probe is a request like any other and may
+take minutes to its first byte, so the next one does not wait for its end, but for `probe_s` at most.
 
     state      event     becomes
     CLOSED     TRIP      OPEN        too many failures, or its health check says that it is gone
     OPEN       RESTED    HALF_OPEN   the rest is over
-    HALF_OPEN  RECOVER   CLOSED      the probe was answered
-    HALF_OPEN  RELAPSE   OPEN        the probe failed or was never settled; the next rest is longer
+    HALF_OPEN  RECOVER   CLOSED      a probe was answered
+    HALF_OPEN  RELAPSE   OPEN        a probe failed; the next rest is longer
 
 Invariants
 1. An event that a state doesn't list raises IllegalTransition and changes nothing.
-2. At most one probe is under way. One that is not settled within `probe_s_max` counts as failed, so a probe that got
-   lost never keeps a worker out for ever.
+2. At most one probe begins in `probe_s`, unless the one before has ended: a worker that is slow, or a probe that got
+   lost, never keeps a worker out.
 3. A neutral outcome (4xx, a client that left, our own deadline) neither opens nor closes a circuit; a probe that ends
    so makes room for the next at once.
 4. The outcome of a trial from before the last change of state changes nothing: a hundred requests that fail together
@@ -84,8 +85,8 @@ class Breaker:
         Failures in a row that open the circuit.
     open_s, open_s_max : float
         The first rest, and the longest: each relapse doubles it.
-    probe_s_max : float
-        What a probe may take until it counts as failed.
+    probe_s : float
+        How long a probe keeps others from being tried.
     """
 
     def __init__(
@@ -95,18 +96,18 @@ class Breaker:
         failures_max: int = 3,
         open_s: float = 1.0,
         open_s_max: float = 3.0,
-        probe_s_max: float = 120.0,
+        probe_s: float = 2.0,
     ) -> None:
-        if failures_max < 1 or not 0 < open_s <= open_s_max or probe_s_max <= 0:
+        if failures_max < 1 or not 0 < open_s <= open_s_max or probe_s <= 0:
             raise BadSetting(
-                f"{failures_max=}, {open_s=:g}, {open_s_max=:g}, {probe_s_max=:g} make no breaker: give failures_max "
-                "of 1 and more, 0 < open_s <= open_s_max, probe_s_max above 0"
+                f"{failures_max=}, {open_s=:g}, {open_s_max=:g}, {probe_s=:g} make no breaker: give failures_max "
+                "of 1 and more, 0 < open_s <= open_s_max, probe_s above 0"
             )
         self._now_s = now_s
         self._failures_max = failures_max
         self._open_s = open_s
         self._open_s_max = open_s_max
-        self._probe_s_max = probe_s_max
+        self._probe_s = probe_s
         self._state = BreakerState.CLOSED
         self._epoch = 0  # grows with each change of state
         self._recent: deque[bool] = deque(maxlen=WINDOW)  # True: it failed
@@ -121,11 +122,8 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """The state as of now: rests end, and probes are over, by the clock."""
-        now_s = self._now_s()
-        if self._state is BreakerState.HALF_OPEN and self._probe is not None and now_s >= self._probe_ends_s:
-            self._rest(BreakerEvent.RELAPSE)
-        if self._state is BreakerState.OPEN and now_s >= self._rest_ends_s:
+        """The state as of now: rests end by the clock."""
+        if self._state is BreakerState.OPEN and self._now_s() >= self._rest_ends_s:
             self._move(BreakerEvent.RESTED)
         return self._state
 
@@ -135,9 +133,10 @@ class Breaker:
         return self._rest_ends_s if self.state is BreakerState.OPEN else None
 
     def allows(self) -> bool:
-        """Return whether a trial may begin now: it is closed, or half-open and no probe is under way."""
+        """Return whether a trial may begin now: it is closed, or half-open and no probe has just begun."""
         state = self.state
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._probe is None)
+        has_room = self._probe is None or self._now_s() >= self._probe_ends_s
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and has_room)
 
     # ---- trials
 
@@ -154,7 +153,7 @@ class Breaker:
         trial = Trial(self._epoch, is_probe=self._state is BreakerState.HALF_OPEN)
         if trial.is_probe:
             self._probe = trial
-            self._probe_ends_s = self._now_s() + self._probe_s_max
+            self._probe_ends_s = self._now_s() + self._probe_s
         return trial
 
     def succeeded(self, trial: Trial) -> None:
@@ -181,7 +180,7 @@ class Breaker:
 
     def neutral(self, trial: Trial) -> None:
         """The trial says nothing of the worker."""
-        if self._is_news(trial) and trial.is_probe:
+        if self._is_news(trial) and trial is self._probe:
             self._probe = None
 
     def down(self) -> None:

@@ -110,6 +110,8 @@ class Front:
             self._parts.metrics.refused(status, refusal.why)
             response = refusal.response()
             response.headers[REQUEST_ID] = identity
+            if self._is_draining:
+                response.force_close()
             return response
         except asyncio.CancelledError:
             self._parts.metrics.gone()

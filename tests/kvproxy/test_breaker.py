@@ -29,7 +29,7 @@ CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerSt
 
 def breaker(clock: ManualClock) -> Breaker:
     return Breaker(
-        clock.monotonic_s, failures_max=3, open_s=OPEN_S, open_s_max=OPEN_S_MAX, probe_s_max=PROBE_S
+        clock.monotonic_s, failures_max=3, open_s=OPEN_S, open_s_max=OPEN_S_MAX, probe_s=PROBE_S
     )
 
 
@@ -122,19 +122,39 @@ def test_the_rest_doubles_to_its_limit_and_begins_short_again_after_a_recovery()
     assert rest_s(circuit, clock) == 1.0
 
 
-def test_one_probe_at_a_time_and_a_lost_one_counts_as_failed() -> None:
+@pytest.mark.parametrize("first", ["slow", "other"])
+@pytest.mark.parametrize(("outcome", "becomes"), [("s", CLOSED), ("f", OPEN)])
+def test_one_probe_at_a_time_and_a_slow_one_keeps_the_next_out_for_a_moment_only(
+    outcome: str, becomes: BreakerState, first: str
+) -> None:
     clock = ManualClock()
     circuit = breaker(clock)
     circuit.down()
     clock.advance(OPEN_S)
-    lost = circuit.begin()
-    assert lost.is_probe
+    slow = circuit.begin()
+    assert slow.is_probe
     assert not circuit.allows()
     clock.advance(PROBE_S)
-    assert circuit.state is OPEN
-    assert rest_s(circuit, clock) == 2 * OPEN_S
-    circuit.succeeded(lost)  # too late: it is of an earlier state
-    assert circuit.state is OPEN
+    assert circuit.state is HALF_OPEN
+    other = circuit.begin()
+    assert other.is_probe
+    assert not circuit.allows()
+    settle(circuit, slow if first == "slow" else other, outcome)
+    assert circuit.state is becomes
+    settle(circuit, other if first == "slow" else slow, "f")  # of an earlier state now
+    assert circuit.state is becomes
+
+
+def test_a_probe_that_ends_without_saying_anything_takes_no_other_s_place() -> None:
+    clock = ManualClock()
+    circuit = breaker(clock)
+    circuit.down()
+    clock.advance(OPEN_S)
+    slow = circuit.begin()
+    clock.advance(PROBE_S)
+    circuit.begin()
+    circuit.neutral(slow)
+    assert not circuit.allows()
 
 
 def test_a_probe_that_says_nothing_makes_room_for_the_next_at_once() -> None:
@@ -187,7 +207,7 @@ def test_a_fault_of_the_request_is_no_fault_of_the_worker(status: int, failure: 
 
 @pytest.mark.parametrize(
     "limits",
-    [{"failures_max": 0}, {"open_s": 3.0, "open_s_max": 2.0}, {"open_s": 0.0}, {"probe_s_max": 0.0}],
+    [{"failures_max": 0}, {"open_s": 3.0, "open_s_max": 2.0}, {"open_s": 0.0}, {"probe_s": 0.0}],
 )
 def test_limits_that_make_no_sense_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(BadSetting, match="make no breaker"):
@@ -202,7 +222,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.clock = ManualClock()
         self.circuit = breaker(self.clock)
         self.trials: list[Trial] = []
-        self.probe: Trial | None = None
+        self.probes: dict[int, int] = {}  # by identity, each with how often the circuit had opened then
 
     @rule()
     def begin(self) -> None:
@@ -213,7 +233,8 @@ class AnyOrder(RuleBasedStateMachine):
         assert trial.is_probe == (state is HALF_OPEN)
         assert not (trial.is_probe and self.circuit.allows()), "a second probe may go"
         self.trials.append(trial)
-        self.probe = trial if trial.is_probe else self.probe
+        if trial.is_probe:
+            self.probes[id(trial)] = self.circuit.opened_count
 
     @rule(draw=st.data(), outcome=st.sampled_from("sfn"))
     def settle(self, draw: st.DataObject, outcome: str) -> None:
@@ -221,11 +242,12 @@ class AnyOrder(RuleBasedStateMachine):
             return
         trial = draw.draw(st.sampled_from(self.trials))
         before, allowed = self.circuit.state, self.circuit.allows()
+        is_of_now = self.probes.get(id(trial)) == self.circuit.opened_count
         settle(self.circuit, trial, outcome)
         after = self.circuit.state
-        if before is OPEN or (before is HALF_OPEN and trial is not self.probe) or outcome == "n":
+        if before is OPEN or (before is HALF_OPEN and not is_of_now) or outcome == "n":
             assert after is before
-        if before is HALF_OPEN and trial is not self.probe:
+        if before is HALF_OPEN and not is_of_now:
             assert self.circuit.allows() == allowed
         if after is CLOSED and before is not CLOSED:
             assert outcome == "s"

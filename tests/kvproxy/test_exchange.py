@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from kvproxy.app import Served, running
+from kvproxy.breaker import BreakerState
 from kvproxy.retries import RetryBudget
 from kvproxy.types import Role
 from tests.kvproxy.running import ASK, client, on_loop, proxy, settings_of, until
@@ -125,6 +126,31 @@ async def test_what_fails_before_the_first_byte_is_done_by_another_once(role: Ro
         assert len(good.seen) == 1
         assert len(partner.seen) == 1
         assert len(bad.seen) == (0 if behaviour is None else 1)
+
+
+@on_loop
+async def test_a_d_that_is_back_is_used_though_the_first_request_it_gets_takes_long() -> None:
+    gate = asyncio.Event()
+    async with StubWorker(Role.DECODE) as d, proxy(d) as served, client(served) as http:
+
+        async def status() -> int:
+            async with http.post("/v1/completions", json=ASK) as answer:
+                return answer.status
+
+        await d.refuse()
+        assert await status() == 503
+        d.behaviour = Behaviour(before_headers=gate)
+        await d.listen()
+        worker = served.fleet.worker(Role.DECODE, d.url)
+        await until(lambda: worker.is_usable, "its /health has answered")
+        slow = asyncio.create_task(status())
+        await d.arrived(1)
+        d.behaviour = Behaviour()
+        await until(lambda: worker.is_usable, "another may try it")
+        assert await status() == 200
+        assert worker.breaker.state is BreakerState.CLOSED
+        gate.set()
+        assert await slow == 200
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -355,6 +381,7 @@ async def test_a_drain_lets_running_requests_end_and_takes_no_new_ones() -> None
             async with http.post("/v1/completions", json=ASK) as refused:
                 assert refused.status == 503
                 assert int(refused.headers["Retry-After"]) >= 1
+                assert refused.headers["Connection"] == "close", "the next one goes elsewhere"
             gate.set()
             assert (await answer.text()).endswith("data: [DONE]\n\n")
         await serving
