@@ -208,15 +208,11 @@ def _adapters(server: Any) -> str:
     are loaded later have keys of their own each time.
     """
     given: Any = getattr(server, "lora_paths", None) or ()
+    items = list[Any](given.values() if isinstance(given, dict) else given)  # pyright: ignore[reportUnknownArgumentType]
     found: list[str] = []
-    for item in given.values() if isinstance(given, Mapping) else given:
-        path: Any = getattr(item, "lora_path", item)
-        if isinstance(path, Mapping):
-            path = path["lora_path"]
-        elif path is item and "=" in item:
-            path = item.split("=", 1)[1]
-        files = Path(str(path))
-        cached = partial(_commit_in_cache, str(path), None, _ADAPTER)
+    for path in map(_adapter_path, items):
+        files = Path(path)
+        cached = partial(_commit_in_cache, path, None, _ADAPTER)
         revision = _revision_on_disk(files) if files.exists() else _attempt(cached)
         if revision is None:
             raise BadSetting(
@@ -225,6 +221,15 @@ def _adapters(server: Any) -> str:
             )
         found.append(f"{path} {revision}")
     return "\n".join(sorted(found))
+
+
+def _adapter_path(given: Any) -> str:
+    """Return the path in one of the forms that --lora-paths takes: an object, a reference, NAME=PATH, or PATH alone."""
+    if isinstance(given, dict):
+        return str(given["lora_path"])  # pyright: ignore[reportUnknownArgumentType]
+    if isinstance(given, str):
+        return given.partition("=")[2] or given
+    return str(given.lora_path)
 
 
 def _given(server: Any, names: Sequence[str]) -> dict[str, str]:
