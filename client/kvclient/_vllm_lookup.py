@@ -173,6 +173,11 @@ class Asker:
             asked = [asked.future for asked in self._asked.values()]
             wait([*asked, *others], timeout=IDLE_S, return_when=FIRST_COMPLETED)
 
+    def forget_all(self) -> None:
+        """Forget what was asked about all requests."""
+        for request_id in list(self._asked):
+            self.forget(request_id)
+
     def forget(self, request_id: str) -> None:
         """Forget what was asked about a request."""
         asked = self._asked.pop(request_id, None)

@@ -164,6 +164,7 @@ class Scheduler:
         """Part from everything stored so far: it may have been computed with other weights."""
         self._salt = secrets.token_bytes(16)
         self._waits.end_all()
+        self._asker.forget_all()
         self._ranks.clear()
         self._plan.reset()
 

@@ -441,6 +441,20 @@ def test_the_scheduler_hears_what_the_store_has_and_asks_once(daemon: Daemon) ->
     close(one)
 
 
+def test_an_answer_to_what_was_asked_before_a_reset_is_none(daemon: Daemon) -> None:
+    one = engine(daemon.socket)
+    with Client(daemon.socket) as client:
+        stored(client, one.namespace, "x", 5)
+        beside = scheduler(client, one.namespace, lookup_budget_ms=30_000)
+        daemon.signal(signal.SIGSTOP)
+        assert beside.matched(prompt("x", 6 * TOKENS), 0) is None
+        beside.reset()
+        daemon.signal(signal.SIGCONT)
+        assert answer(beside, prompt("x", 6 * TOKENS)) == 0
+        beside.close()
+    close(one)
+
+
 def test_a_request_waits_for_the_workers_and_not_for_ever(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine(daemon.socket)
     with Client(daemon.socket) as client:
