@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.core import kv_cache_utils
 
 from kvclient._vllm_errors import Unsupported
-from kvclient._vllm_identity import Facts, name_of, revision_of
+from kvclient._vllm_identity import Facts, media_settings, name_of, revision_of
 from kvclient._vllm_layout import Layout, Rank, layout_of
 from kvclient._vllm_settings import Settings
 from kvclient._vllm_stats import LOGGER
@@ -73,6 +73,12 @@ class Engine:
                 f"prefix_caching_hash_algo is {algorithm}, whose hashes can be made to collide: two prompts could "
                 f"share a block. Use one of {', '.join(sorted(_HASHES))}"
             )
+
+    @property
+    def is_ubatched(self) -> bool:
+        """Whether a step may run as microbatches: then a layer's hook comes before all of its KV is written."""
+        parallel = self._config.parallel_config
+        return bool(getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False))
 
     def warn_of_hash_seed(self) -> None:
         """Warn if this engine's hashes are random, so that it finds only its own blocks, and only until it ends."""
@@ -131,7 +137,8 @@ class Engine:
 
     def _revision(self) -> str:
         model = self._config.model_config
-        speculative = self._config.speculative_config
+        speculative, loading = self._config.speculative_config, self._config.load_config
+        tensors: object = getattr(loading, "model_loader_extra_config", None)
         config = {
             **model.hf_config.to_dict(),
             "vllm": {
@@ -139,6 +146,9 @@ class Engine:
                 "max_model_len": model.max_model_len if self._rope_depends_on_length() else None,
                 "attention_dtype": str(getattr(model, "override_attention_dtype", None)),
                 "drafts": None if speculative is None else str(speculative.method),
+                "media": media_settings(getattr(model, "multimodal_config", None)),
+                # Its weights are not those of the model's directory.
+                "tensorizer": tensors if str(loading.load_format) == "tensorizer" else None,
             },
         }
         revision = revision_of(self._facts(model, config))

@@ -30,6 +30,14 @@ from kvstore.errors import UsageError
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 _CODE_AND_SETTINGS = (".json", ".py")
 _NO_IDENTITY = re.compile(r"(tokenizer|vocab|merges|special_tokens|added_tokens|generation_config|chat_template).*")
+_MEDIA_SETTINGS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
 _COMMIT = re.compile(r"snapshots/([0-9a-f]{40})/?$")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _DIGESTS_AT_ONCE = 4
@@ -63,6 +71,14 @@ class Facts:
     commit: str
     config: Mapping[str, Any]
     is_random: bool = False
+
+
+def media_settings(config: object) -> dict[str, Any] | None:
+    """Return what an engine's settings of media change in their embeddings; None of a model without media.
+
+    The hash of an image holds what its request says of its processing, not what the engine was started with.
+    """
+    return None if config is None else {name: getattr(config, name, None) for name in _MEDIA_SETTINGS}
 
 
 def name_of(model: str) -> str:

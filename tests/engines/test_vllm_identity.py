@@ -6,11 +6,21 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvclient._vllm_identity import Adapters, Facts, config_digest, digest_of_files, files_of, name_of, revision_of
+from kvclient._vllm_identity import (
+    Adapters,
+    Facts,
+    config_digest,
+    digest_of_files,
+    files_of,
+    media_settings,
+    name_of,
+    revision_of,
+)
 from kvclient._vllm_settings import KEYS, Load, Settings, Store, settings_of
 from kvclient._vllm_stats import COUNTERS, Counters, added, summary
 from kvstore.errors import BadSetting, UnknownSetting, UsageError
@@ -134,6 +144,15 @@ def test_a_configuration_s_digest_holds_what_kv_depends_on() -> None:
     plain = config_digest({"layers": 2, "rope": {"factor": 2.0}, "_name_or_path": "a"})
     assert config_digest({"rope": {"factor": 2.0}, "layers": 2, "_name_or_path": "b"}) == plain
     assert config_digest({"layers": 2, "rope": {"factor": 4.0}}) != plain
+
+
+def test_what_an_engine_was_told_of_media_is_in_its_configuration() -> None:
+    assert media_settings(None) is None
+    plain = SimpleNamespace(mm_processor_kwargs=None, mm_processor_cache_gb=4)
+    digest = config_digest({"media": media_settings(plain)})
+    assert config_digest({"media": media_settings(SimpleNamespace(mm_processor_cache_gb=8))}) == digest
+    for name, value in (("mm_processor_kwargs", {"num_crops": 4}), ("video_pruning_rate", 0.5)):
+        assert config_digest({"media": media_settings(SimpleNamespace(**{name: value}))}) != digest
 
 
 def test_a_model_is_called_by_its_directory_or_its_name(tmp_path: Path) -> None:
