@@ -304,7 +304,7 @@ class KVStoredConnector(KVConnectorBase_V1, SupportsHMA):
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: Any
     ) -> None:
         """Copy aside a layer of what this step saves, if that is done layer by layer."""
-        if self._worker is not None:
+        if self._worker is not None and not self._engine.is_ubatched:
             self._worker.take_layer(layer_name)
 
     def wait_for_save(self) -> None:
@@ -315,7 +315,9 @@ class KVStoredConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose saves have ended, of those whose pages are kept, and those whose load has ended."""
         if self._worker is None:
-            return None, None
+            metadata = self._connector_metadata
+            # The scheduler's side may not know that nothing is stored here: it must not keep pages for ever.
+            return (set(metadata.plan.sending) or None if isinstance(metadata, StepMetadata) else None), None
         sent, received = self._worker.transfers()
         return sent or None, received or None
 

@@ -32,6 +32,7 @@ class Engines:
     chunked_d: dict[str, Engine]
     tight: dict[str, Engine]
     multi: Engine
+    misfit: Engine
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,10 @@ def engines(node: Node, folder: Path) -> Engines:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [connector(node.daemon.socket, "kv_both"), example]},
     }
+    misfit = connector(node.daemon.socket, "kv_both") | {
+        "kv_connector": "MisfitConnector",
+        "kv_connector_module_path": "tests.engines.vllm.misfit",
+    }
     return Engines(
         p=node.engine("P", "kv_producer"),
         chunked_p=node.engine("P-chunked", "kv_producer", settings=CHUNKED),
@@ -62,6 +67,7 @@ def engines(node: Node, folder: Path) -> Engines:
         },
         tight={load: node.engine(f"tight-{load}", settings=TIGHT, load=load) for load in LOADS},
         multi=node.engine("multi", settings={"transfer": multi}),
+        misfit=node.engine("misfit", settings={**TIGHT, "transfer": misfit}),
     )
 
 
@@ -203,3 +209,15 @@ def test_whatever_a_request_says_of_its_transfer_the_engine_lives(
     tokens = prompt(f"says {params}", 100)
     (output,) = d.generate(tokens, kv_transfer_params=params)
     agree(output, baseline(tokens))
+
+
+def test_an_engine_whose_worker_can_not_share_its_kv_goes_on_without(
+    node: Node, engines: Engines, baseline: Baseline
+) -> None:
+    stored = node.totals()["stored_blocks"]
+    for number in range(4):  # of each half the cache: all pages come back
+        tokens = prompt(f"misfit {number}", 600)
+        (output,) = engines.misfit.generate(tokens)
+        agree(output, baseline(tokens))
+        assert output.cached == 0
+    assert node.totals()["stored_blocks"] == stored
