@@ -118,9 +118,9 @@ def format_duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "never"
     if seconds < 0.9995e-3:
-        return f"{round(seconds * 1e6)}us" if round(seconds * 1e6) else "0s"
+        return f"{seconds * 1e6:.3g}us" if round(seconds * 1e6) else "0s"
     if seconds < 0.9995:
-        return f"{round(seconds * 1e3)}ms"
+        return f"{seconds * 1e3:.3g}ms"
     if seconds < 59.95:
         return f"{seconds:.1f}".removesuffix(".0") + "s"
     whole = round(seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore import units
@@ -83,7 +83,8 @@ def test_a_setting_is_shown_to_the_byte() -> None:
     assert units.describe_size(1) == "1 byte"
 
 
-@given(st.floats(min_value=0, max_value=9e8))
+@given(st.floats(min_value=0, max_value=9e8) | st.floats(min_value=0, max_value=1))
+@example(0.0025)
 def test_a_shown_duration_reads_back_as_nearly_itself(seconds: float) -> None:
     read = units.parse_duration(units.format_duration(seconds))
     assert read == pytest.approx(seconds, rel=0.05, abs=1e-6)

@@ -233,7 +233,7 @@ def test_wrong_bytes_at_rest_are_a_miss_that_is_counted(any_place: Place, start:
         client.report(wire.Evict(client.next_id(), "cpu", None))
         assert set(client.get(ns, hashes)) == {Outcome.CORRUPT}
         assert client.tier("remote")["checksum_failures"] == 8
-        assert "damaged" in daemon.log_text()
+        eventually(lambda: "damaged" in daemon.log_text())
         client.put(ns, hashes)
         assert client.get(ns, hashes) == HITS * 8
         client.check(verify=True)
