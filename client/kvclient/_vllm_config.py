@@ -105,12 +105,14 @@ class Engine:
     def layout(self, tensors: Mapping[str, torch.Tensor], rank: Rank) -> Layout:
         """Return how the KV lies in the tensors."""
         spec = next(iter(self._specs()))
+        by_layer: Mapping[str, Any] = getattr(self._spec, "kv_cache_specs", None) or dict.fromkeys(tensors, spec)
         return layout_of(
             tensors,
             rank,
             block_count=self.page_count,
             block_tokens=self.block_tokens,
             local_heads=spec.num_kv_heads,
+            page_bytes={name: getattr(one, "real_page_size_bytes", 0) for name, one in by_layer.items()},
         )
 
     def namespace(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Namespace:

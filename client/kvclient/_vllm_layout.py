@@ -9,7 +9,7 @@ reads it.
 
 Invariants
 1. Axes are named only if their extents leave no doubt.
-2. A page's bytes are as many as the engine's own description of its cache says, at most.
+2. A page's bytes are all that the engine's own description of its cache says, but for padding.
 3. Two layouts whose bytes differ in order have different components.
 """
 
@@ -101,9 +101,15 @@ class _Page:
 
 
 def layout_of(
-    tensors: Mapping[str, Tensor], rank: Rank, *, block_count: int, block_tokens: int, local_heads: int
+    tensors: Mapping[str, Tensor],
+    rank: Rank,
+    *,
+    block_count: int,
+    block_tokens: int,
+    local_heads: int,
+    page_bytes: Mapping[str, int] | None = None,
 ) -> Layout:
-    """Return the layout of registered tensors.
+    """Return the layout of registered tensors; `page_bytes` are, by layer, those that a block must have at least.
 
     Raises
     ------
@@ -111,6 +117,9 @@ def layout_of(
         Blocks can't be cut out of these tensors, or their place in the whole model is not known.
     """
     layers = _own(tensors)
+    for name, needed in (page_bytes or {}).items():
+        if name in layers and (shown := _size_bytes(layers[name]) // block_count) < needed:
+            raise Unsupported(f"a block of {name} has {needed} bytes, and its tensor shows {shown} of them")
     axes = {_page_axis(tensor, block_count) for tensor in layers.values()}
     if len(axes) != 1:
         raise Unsupported("layers keep their pages in different axes, or in none that can be told")
@@ -139,6 +148,10 @@ def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not found:
         raise Unsupported("the engine registered no KV tensors")
     return found
+
+
+def _size_bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.element_size()
 
 
 def _natural(name: str) -> tuple[tuple[int, int, str], ...]:

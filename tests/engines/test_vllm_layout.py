@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -177,3 +178,12 @@ def test_tensors_without_an_axis_of_pages_are_refused(shape: tuple[int, ...]) ->
 def test_an_engine_without_tensors_is_refused() -> None:
     with pytest.raises(Unsupported, match="no KV tensors"):
         read({})
+
+
+def test_tensors_that_show_less_than_a_whole_page_are_refused() -> None:
+    tensors = registered((BLOCKS, HEADS, TOKENS, 2 * DIM), (0, 1, 2, 3))
+    size = HEADS * TOKENS * 2 * DIM * 4
+    whole = partial(layout_of, tensors, ALONE, block_count=BLOCKS, block_tokens=TOKENS, local_heads=HEADS)
+    assert whole(page_bytes=dict.fromkeys(tensors, size)) == read(tensors)
+    with pytest.raises(Unsupported, match="its tensor shows"):
+        whole(page_bytes=dict.fromkeys(tensors, size + TOKENS))  # scales beside it
