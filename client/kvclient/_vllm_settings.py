@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kvstore.errors import BadSetting, UnknownSetting
+from kvstore.errors import BadSetting, UnknownSetting, UsageError
 
 _TTL_S_MAX = 1e9
 
@@ -91,6 +91,20 @@ def settings_of(given: Mapping[str, Any]) -> Settings:
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise UnknownSetting(f"kv_connector_extra_config has no {key!r}: {hint}known are {', '.join(KEYS)}")
     return Settings(**{key: _value(key, value) for key, value in given.items()})
+
+
+def check_load(load: Load, depth: int) -> None:
+    """Raise UsageError if vLLM would compute on from a load within a step before it hears that it failed.
+
+    It discards the output of that step alone: what a step that it had already planned says (with async scheduling or
+    pipeline stages, `depth` over 1) is computed from garbage and goes to the client.
+    """
+    if load is Load.SYNC and depth > 1:
+        raise UsageError(
+            f"load is sync, and this engine plans {depth} steps ahead: the second is computed before a failed load is "
+            "known, and its token would be wrong. Use load async, or start vLLM with --no-async-scheduling and without "
+            "pipeline stages"
+        )
 
 
 def _value(key: str, value: object) -> Any:

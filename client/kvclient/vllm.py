@@ -39,7 +39,7 @@ from kvclient._vllm_errors import Unsupported
 from kvclient._vllm_pages import Pages
 from kvclient._vllm_plan import Plan, Scheduled, StepPlan
 from kvclient._vllm_scheduler import RankName, Scheduler
-from kvclient._vllm_settings import Load, Store, settings_of
+from kvclient._vllm_settings import Load, Store, check_load, settings_of
 from kvclient._vllm_stats import COUNTERS, LOGGER, Counters, added, summary
 from kvclient._vllm_worker import Worker
 from kvclient.client import Client
@@ -158,6 +158,8 @@ class KVStoredConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = self._make_scheduler(self._client)
 
     def _make_scheduler(self, client: Client) -> Scheduler:
+        if self._loads:
+            check_load(self._settings.load, self._engine.depth)
         if self._loads and self._kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.warning(
                 "kv_load_failure_policy is %r: a request whose blocks are gone or damaged when they are loaded FAILS. "

@@ -21,7 +21,7 @@ from kvclient._vllm_identity import (
     name_of,
     revision_of,
 )
-from kvclient._vllm_settings import KEYS, Load, Settings, Store, settings_of
+from kvclient._vllm_settings import KEYS, Load, Settings, Store, check_load, settings_of
 from kvclient._vllm_stats import COUNTERS, Counters, added, summary
 from kvstore.errors import BadSetting, UnknownSetting, UsageError
 from tests.daemon_fixture import eventually
@@ -51,6 +51,13 @@ def test_settings_have_defaults_and_all_keys_are_taken() -> None:
     )  # fmt: skip
     assert given == Settings("/s", Load.SYNC, Store.LAYERWISE, "r", "x", 60.0, 5.0, 100.0, 100.0)
     assert set(KEYS) == set(Settings.__dataclass_fields__)
+
+
+def test_loads_within_a_step_are_refused_where_vllm_plans_the_next_before_it_knows_of_their_failure() -> None:
+    for load, depth in ((Load.ASYNC, 1), (Load.ASYNC, 3), (Load.SYNC, 1)):
+        check_load(load, depth)
+    with pytest.raises(UsageError, match="--no-async-scheduling"):
+        check_load(Load.SYNC, 2)
 
 
 def test_a_key_that_is_not_known_is_refused_with_the_nearest_one() -> None:
