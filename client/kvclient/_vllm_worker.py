@@ -154,7 +154,10 @@ class Worker:
             future.add_done_callback(_complain)
             futures.append(future)
             self._jobs.append(_Job(self._plan.number, batch.requests, len(batch.pages), future))
-        if futures and (self._plan.settles or self._settings.store is Store.SYNC):
+        if self._plan.settles:
+            # Pages of all saves up to this step count as free from now on, also where this step's own were dropped.
+            wait([job.future for job in self._jobs])
+        elif futures and self._settings.store is Store.SYNC:
             wait(futures)
 
     def transfers(self) -> tuple[set[str], set[str]]:

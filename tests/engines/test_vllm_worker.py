@@ -291,6 +291,24 @@ def test_saves_that_do_not_keep_up_are_dropped_and_counted(daemon: Daemon) -> No
     close(p)
 
 
+def test_a_step_that_settles_waits_for_the_saves_before_it_where_its_own_are_dropped(daemon: Daemon) -> None:
+    p = engine(daemon.socket)
+    p.worker._queue_max = 1  # pyright: ignore[reportPrivateUsage]
+    release = threading.Event()
+    p.worker._storer.submit(release.wait, 30)  # pyright: ignore[reportPrivateUsage]
+    p.fill(1)
+    p.step(saves=[transfer("r", "x", [1])])
+    assert p.worker.done == -1
+    threading.Timer(0.3, release.set).start()
+    p.step(saves=[transfer("s", "y", [2])], settles=True)
+    assert p.worker.done == 1
+    assert p.counters.take()["store_dropped_blocks"] == 1
+    p.tensors["layers.0"][1] = -1  # as who gets the page next
+    assert p.load(transfer("q", "x", [3])) == set()
+    assert p.holds(3, 1)
+    close(p)
+
+
 def test_who_waits_for_blocks_that_do_not_keep_up_is_told_that_they_will_not_come(daemon: Daemon) -> None:
     p, late = engine(daemon.socket), hashes("late", 4)
     release = threading.Event()
