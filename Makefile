@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 export PYTHON TORCH_PIP_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-engines engines lint unit bench format clean
+.PHONY: help demo demo-vllm test test-engines test-vllm test-sglang engines lint unit bench format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -41,14 +41,19 @@ engines: ## make the environments with vLLM and SGLang, outside the checkout: 3.
 	@requirements/sglang.sh sglang-0.5.23 >/dev/null
 	@requirements/sglang.sh sglang-0.5.9 >/dev/null
 
+test-engines: test-vllm test-sglang ## the tests with vLLM and SGLang, not among those of make test
+
 # Engines are shared by the tests of a file, and started by whoever runs it.
-test-engines: .venv/.stamp engines ## the tests with vLLM and SGLang, not among those of make test
+test-vllm: .venv/.stamp engines
 	VLLM_ENVIRONMENT=$$(requirements/engines.sh vllm-0.32) \
 	OLDER_VLLM_ENVIRONMENT=$$(requirements/engines.sh vllm-0.28) \
+	.venv/bin/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile -m vllm tests/engines/vllm $(PYTEST_ARGS)
+
+# In processes of their own: what they import has to be there before anything else imports transformers.
+test-sglang: .venv/.stamp engines
 	SGLANG_ENVIRONMENT=$$(requirements/sglang.sh sglang-0.5.23) \
 	OLDER_SGLANG_ENVIRONMENT=$$(requirements/sglang.sh sglang-0.5.9) \
-	.venv/bin/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile -m 'vllm or sglang' \
-		tests/engines/vllm tests/engines/sglang $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile -m sglang tests/engines/sglang $(PYTEST_ARGS)
 
 bench: .venv/.stamp ## how close to memcpy; one JSON line a bench
 	@.venv/bin/python -m bench
