@@ -43,7 +43,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _DIGESTS_AT_ONCE = 4
 _ADAPTERS_MAX = 1024
 # In a model's configuration, but nothing that KV depends on.
-_NO_CONFIG = frozenset({"_name_or_path", "transformers_version", "architectures", "use_cache", "id2label", "label2id"})
+_NO_CONFIG = frozenset({"_name_or_path", "transformers_version", "use_cache", "id2label", "label2id"})
 
 Status = tuple[int, int, int, int]
 
