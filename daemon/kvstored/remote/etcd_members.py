@@ -139,7 +139,7 @@ class EtcdMembers:
                 self._note_epoch(known)
                 return newest
             if await self._etcd.write_if(key, b"%d" % epoch, 0 if known is None else known.revision):
-                self._epochs[scope] = max(epoch, self._epochs.get(scope, 0))
+                self._know_epoch(scope, epoch)
                 return epoch
         raise UnavailableError(f"the epoch of {scope.hex()} was changed by others {EPOCH_TRIES} times: try again")
 
@@ -298,9 +298,12 @@ class EtcdMembers:
         except ValueError:
             log.warning("an entry in etcd is no epoch", extra=fields(key=entry.key))
             return
-        if epoch > self._epochs.get(named, 0):
-            self._epochs[named] = epoch
-            self._on_epoch(named, epoch)
+        self._know_epoch(named, epoch)
+
+    def _know_epoch(self, scope: bytes, epoch: int) -> None:
+        if epoch > self._epochs.get(scope, 0):
+            self._epochs[scope] = epoch
+            self._on_epoch(scope, epoch)
 
 
 def _epoch(entry: Entry) -> int:
