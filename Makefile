@@ -43,11 +43,11 @@ engines: ## make the environments with vLLM and SGLang, outside the checkout: 3.
 
 test-engines: test-vllm test-sglang ## the tests with vLLM and SGLang, not among those of make test
 
-# Engines are shared by the tests of a file, and started by whoever runs it.
+# One after the other: each has several engines, and what is late counts as missing to them.
 test-vllm: .venv/.stamp engines
 	VLLM_ENVIRONMENT=$$(requirements/engines.sh vllm-0.32) \
 	OLDER_VLLM_ENVIRONMENT=$$(requirements/engines.sh vllm-0.28) \
-	.venv/bin/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile -m vllm tests/engines/vllm $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -q -n 1 -m vllm tests/engines/vllm $(PYTEST_ARGS)
 
 # In processes of their own: what they import has to be there before anything else imports transformers.
 test-sglang: .venv/.stamp engines

@@ -133,8 +133,10 @@ def test_with_d_as_the_entrance_d_waits_for_p_and_loads_what_it_has_computed(
             body = {"model": MODEL, "prompt": tokens, "temperature": 0, "max_tokens": 16, "ignore_eos": True}
             streamed = stream(port, "/v1/completions", body)
             assert streamed.tokens == said.tokens
+            if not streamed.cached_tokens == d.metric(names[1]) - hits == HITS or d.metric(names[0]) - waits != 1:
+                return False  # D's question came too late on this machine; with its answer P was let go
             eventually(lambda: p.metric(PREFILLED) - prefilled == COUNT, "P has computed the prompt")
-            return bool(streamed.cached_tokens == d.metric(names[1]) - hits == HITS and d.metric(names[0]) - waits == 1)
+            return True
 
         eventually(is_waited_for, "D is given what P computes while D waits")
         with contextlib.closing(Client(daemon.socket, strict=True)) as client:
